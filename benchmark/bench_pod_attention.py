@@ -1,7 +1,7 @@
 """One attention layer of a mixed batch: tiles fused, tiles in turn, SGLang's and FlashInfer's.
 
     python benchmark/bench_pod_attention.py [--quick] [--json FILE] [--png FILE]
-        [--sglang-kernels DIR] [--config A|B|D] [--sweep] [--check]
+        [--sglang-kernels DIR] [--config A|D] [--check]
 
 Runs on any machine with a CUDA device, torch and Triton. SGLang's kernels come from an installed
 SGLang or from DIR, a copy of its ``kernels/ops/attention``; FlashInfer is measured where it is
@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
 from pod_bench.batch import Batch, make_batch
-from pod_bench.contenders import Contender, own_contenders, swept_contenders
+from pod_bench.contenders import Contender, own_contenders
 from pod_bench.flashinfer_side import flashinfer_contenders
 from pod_bench.gate import DifferentResultsError, check_against, check_against_reference
 from pod_bench.mixes import GATE_MIXES, MIXES, QUICK_MIXES, Ceilings, Heads, Mix
@@ -39,17 +39,13 @@ CPU_CONFIG = PodConfig("check", block_m=32, block_n=32, block_n_decode=32, split
 class Field:
     """Everybody who can be measured on this machine."""
 
-    def __init__(
-        self, stock: Stock | None, config: PodConfig | None, *, sweep: bool = False
-    ) -> None:
-        self._stock, self._config, self._sweep = stock, config, sweep
+    def __init__(self, stock: Stock | None, config: PodConfig | None) -> None:
+        self._stock, self._config = stock, config
         self._said: set[str] = set()
         self._excluded: set[str] = set()
 
     def contenders(self, batch: Batch) -> list[Contender]:
         found = own_contenders(batch, self._config)
-        if self._sweep:
-            found += swept_contenders(batch)
         if self._stock is not None:
             found += self._stock.contenders(batch)
         if batch.q.device.type == "cuda":
@@ -131,7 +127,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="also draw them (needs matplotlib)")
     parser.add_argument("--sglang-kernels", type=Path, metavar="DIR", help="SGLang's kernel files")
     parser.add_argument("--config", choices=CONFIGS, help="our tiles; default: by batch")
-    parser.add_argument("--sweep", action="store_true", help="all of our tiles beside the others")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--samples", type=int, help="per contender and mix, at least 5")
     options = parser.parse_args(arguments)
@@ -165,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     heads, device = Heads(), torch.device("cuda" if on_gpu else "cpu")
     try:
         if on_gpu:
-            field = Field(stock, config, sweep=options.sweep)
+            field = Field(stock, config)
             check(field, heads, [torch.bfloat16, torch.float16], device)
         else:
             field = Field(stock, CPU_CONFIG)

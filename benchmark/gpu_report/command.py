@@ -64,11 +64,10 @@ class PartOf:
 PARTS = (
     PartOf("machine", "what the machine has", 90, 90, expected_s=31),
     PartOf("device_tests", "tests that need a device", 180, 140, expected_s=124),
-    PartOf("pod", "mixed batches, a layer", 290, 110, expected_s=47, after=("tiles", "tiles_B")),
+    PartOf("pod", "mixed batches, a layer", 290, 110, expected_s=47, after=("tiles",)),
     PartOf("server", "the server with tiers, 8B", 400, 250, expected_s=184, after=("model",)),
     PartOf("copies", "pages out of a device's pool and back", 120, 50, expected_s=11),
     PartOf("handoff", "KV from prefill to decode", 120, 50, expected_s=22),
-    PartOf("sweep", "all tiles, one attention layer", 200, 90, expected_s=16, after=("tiles_B",)),
 )
 
 FIRST, SECOND = 475, 225
@@ -78,7 +77,6 @@ FIRST, SECOND = 475, 225
 BESIDE = {
     "model": (["-m", "gpu_report.random_model"], 220),
     "tiles": ([str(BENCHMARKS / "bench_pod_attention.py"), "--check"], 140),
-    "tiles_B": ([str(BENCHMARKS / "bench_pod_attention.py"), "--check", "--config", "B"], 140),
 }
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpu_report.figures import Part, run_part
-from sglang_tiered_kernels.page_copy import PagedPool, SlabLayout, gather, scatter
+from sglang_tiered_kernels.page_copy import PagedPool, gather, scatter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,14 +25,15 @@ class Copies:
 
     def __init__(self, part: Part, page_size: int) -> None:
         self.part, self.device = part, torch.device(part.device)
+        self.page_size = page_size
         num_buffers = part.size(2 * LAYERS, 2 * LAYERS, 4)
         token_bytes = TOKEN_BYTES if not part.rehearse else 32
-        slots = part.size(8192, 8192, 256) * 2
+        size = part.size(8192, 8192, 256) * 2 // page_size, page_size * token_bytes
         self.pool_buffers = [
-            torch.randint(0, 256, (slots, token_bytes), dtype=torch.uint8, device=self.device)
+            torch.randint(0, 256, size, dtype=torch.uint8, device=self.device)
             for _ in range(num_buffers)
         ]
-        self.pool = PagedPool(self.pool_buffers, page_size)
+        self.pool = PagedPool(self.pool_buffers)
         order = torch.randperm(self.pool.num_pages, generator=torch.Generator().manual_seed(1))
         self.pages = order[: self.pool.num_pages // 2].to(self.device)
         self.count = len(self.pages)
@@ -57,31 +58,30 @@ class Copies:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def view(self, layout: SlabLayout) -> torch.Tensor:
-        return self.slab.view(self.pool.slab_shape(self.count, layout))
+    def view(self) -> torch.Tensor:
+        return self.slab.view(self.pool.slab_shape(self.count))
 
     def by_page(self) -> None:
         """One copy a page and buffer, as without a kernel."""
         offset, size = 0, self.pool.page_bytes
-        for page in self.on_host:
-            for buffer in self.pool.buffers:
+        for buffer in self.pool.buffers:
+            for page in self.on_host:
                 self.pinned[offset : offset + size].copy_(buffer[page].flatten(), non_blocking=True)
                 offset += size
 
     def by_index(self) -> None:
         """PyTorch's index operation for each buffer, then one copy."""
-        view = self.view(SlabLayout.BUFFER_FIRST)
-        for target, buffer in zip(view, self.pool.buffers, strict=True):
+        for target, buffer in zip(self.view(), self.pool.buffers, strict=True):
             torch.index_select(buffer.flatten(1), 0, self.pages, out=target)
         self.pinned.copy_(self.slab, non_blocking=True)
 
-    def by_kernel(self, layout: SlabLayout) -> None:
-        gather(self.pool, self.pages, self.view(layout), layout)
+    def by_kernel(self) -> None:
+        gather(self.pool, self.pages, self.view())
         self.pinned.copy_(self.slab, non_blocking=True)
 
-    def back(self, layout: SlabLayout) -> None:
+    def back(self) -> None:
         self.slab.copy_(self.pinned, non_blocking=True)
-        scatter(self.view(layout), self.pages, self.pool, layout)
+        scatter(self.view(), self.pages, self.pool)
 
 
 def run(part: Part) -> None:
@@ -92,27 +92,21 @@ def run(part: Part) -> None:
 
 
 def _measure(part: Part, copies: Copies, rounds: int) -> None:
-    page_size = copies.pool.page_size
+    page_size = copies.page_size
     spent = {"copies": copies.seconds(copies.by_page, 1 if page_size < 64 else 2)}
-    expected = copies.pinned.clone().view(copies.pool.slab_shape(copies.count))
+    expected = copies.pinned.clone()
     spent["index"] = copies.seconds(copies.by_index, rounds)
-    for layout in SlabLayout:
-        name = f"kernel_{layout.value}"
-        spent[name] = copies.seconds(partial(copies.by_kernel, layout), rounds)
-        got = copies.pinned.view(copies.pool.slab_shape(copies.count, layout))
-        if layout is SlabLayout.BUFFER_FIRST:
-            got = got.transpose(0, 1)
-        if not torch.equal(got, expected):
-            raise RuntimeError(f"{name} with pages of {page_size} copied other bytes")
-        spent[f"back_{layout.value}"] = copies.seconds(partial(copies.back, layout), rounds)
+    spent["kernel"] = copies.seconds(copies.by_kernel, rounds)
+    if not torch.equal(copies.pinned, expected):
+        raise RuntimeError(f"the kernel with pages of {page_size} copied other bytes")
+    spent["back"] = copies.seconds(copies.back, rounds)
     to_host = partial(copies.pinned.copy_, copies.slab, non_blocking=True)
     spent["to_host_alone"] = copies.seconds(to_host, rounds)
     for name, values in spent.items():
         rates = [copies.num_bytes / value / 1e9 for value in values]
         part.save_samples(f"copy_{name}_page{page_size}", rates, "GB/s")
-    kernel = min(spent["kernel_page_first"])
     for name in ("copies", "index"):
-        ratio = min(spent[name]) / kernel
+        ratio = min(spent[name]) / min(spent["kernel"])
         part.save(f"page_copy_speedup_over_{name}_page{page_size}", ratio, "ratio")
     if page_size == 64:
         _to_nvme(part, copies)
@@ -130,7 +124,7 @@ def _to_nvme(part: Part, copies: Copies) -> None:
             return
         try:
             begin = time.perf_counter()
-            copies.by_kernel(SlabLayout.PAGE_FIRST)
+            copies.by_kernel()
             copies.wait()
             source = memoryview(copies.pinned.numpy())
             for offset in range(0, copies.num_bytes - step + 1, step):

@@ -80,10 +80,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if carried + tree <= MOST_BYTES else 1
 
 
-def pack_site(site: Path, archive: Path) -> None:
+def pack_site(site: Path, archive: Path, python_version: str = wheels.PYTHON_VERSION) -> None:
     """One archive of installed packages, the same bytes for the same packages."""
     with _archive(archive) as packed:
-        for name, text in STAND_INS.items():
+        for name, text in (*STAND_INS.items(), (".python-version", python_version)):
             entry = tarfile.TarInfo(name)
             entry.size = len(text)
             packed.addfile(entry, io.BytesIO(text.encode()))

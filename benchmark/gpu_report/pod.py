@@ -19,26 +19,26 @@ def run(part: Part) -> None:
         done = _bench("bench_pod_attention.py", "--check", TRITON_INTERPRET="1")
         part.save("pod_results_equal", int("All results are equal." in done), "yes")
     else:
-        measure(part, "pod", *(["--samples", "7"] if part.quick else []))
+        measure(part, *(["--samples", "7"] if part.quick else []))
     _save_host_costs(part)
 
 
-def measure(part: Part, prefix: str, *given: str) -> None:
+def measure(part: Part, *given: str) -> None:
     """Keep what was measured of the mixes that were reached, also when this part is stopped."""
-    figures = part.folder / f"{prefix}.json"
+    figures = part.folder / "pod.json"
     try:
         print(_bench("bench_pod_attention.py", "--json", str(figures), *given), flush=True)
     finally:
         if figures.exists():
-            save_document(part, json.loads(figures.read_text()), prefix)
+            save_document(part, json.loads(figures.read_text()))
 
 
-def save_document(part: Part, document: dict[str, Any], prefix: str) -> None:
+def save_document(part: Part, document: dict[str, Any]) -> None:
     """Keep the ratios that ``bench_pod_attention`` wrote, and all it wrote with them."""
     for name, ratio in document["ratios"].items():
         spread = {key: ratio[key] for key in ("min", "max", "n")}
-        part.save(f"{prefix}_{name}", ratio["value"], "ratio", **spread)
-    part.save(f"{prefix}_mixes", len(document["raw"]), "mixes", document=document)
+        part.save(f"pod_{name}", ratio["value"], "ratio", **spread)
+    part.save("pod_mixes", len(document["raw"]), "mixes", document=document)
 
 
 def _save_host_costs(part: Part) -> None:

@@ -18,11 +18,12 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 PROBE = "#include <openssl/sha.h>\n"
 
 
 def main() -> int:
-    """Print ``export`` lines; 0 if there is an archive that was made for this Python."""
+    """Print ``export`` lines; 2 where the archive was made for another Python."""
     carried = Path(sys.argv[1])
     place = Path(tempfile.gettempdir()) / "gpu-report"
     site = place / "site"
@@ -34,6 +35,9 @@ def main() -> int:
         _extract(archive, site)
         _describe_package(site)
         (site / ".done").write_text(stamp)
+    if (made_for := (site / ".python-version").read_text()) != VERSION:
+        print(f"{archive} is for Python {made_for}, and this is {VERSION}.", file=sys.stderr)
+        return 2
     exports = {
         # ninja and ptxas are called by name.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import obstore
 
+from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.storage.base import KEY_BYTES, Reason, Run
-from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.names import Layout, parse_page
 from storage_bench.figures import DifferentBytesError
 
@@ -53,7 +54,7 @@ class Span(NamedTuple):
 
 
 def open_engine(url: str) -> BucketEngine:
-    settings = BucketSettings(
+    settings = ObjectConfig(
         url=url,
         refresh_s=600.0,
         num_connections=NUM_CONNECTIONS,

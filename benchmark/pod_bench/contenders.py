@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_tiered_kernels.pod_attention import (
-    CONFIGS,
     PodConfig,
     PodPlan,
     Roles,
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from pod_bench.batch import Batch
 
-__all__ = ["Contender", "Output", "num_sms", "on_two_streams", "own_contenders", "swept_contenders"]
+__all__ = ["Contender", "Output", "num_sms", "on_two_streams", "own_contenders"]
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _CPU_SMS = 4  # where there are none, plans still have splits
@@ -106,7 +105,6 @@ def own_contenders(batch: Batch, config: PodConfig | None) -> list[Contender]:
         ("own_serial", Roles.SERIAL, Schedule.TICKET),
         ("own_fused", Roles.FUSED, None),
         ("own_ticket", Roles.FUSED, Schedule.TICKET),
-        ("own_static", Roles.FUSED, Schedule.STATIC),
         ("own_persistent", Roles.FUSED, Schedule.PERSISTENT),
     ]
     contenders = []
@@ -132,14 +130,3 @@ def own_contenders(batch: Batch, config: PodConfig | None) -> list[Contender]:
         )
         contenders.append(Contender("own_streams", run, plan_s))
     return contenders
-
-
-def swept_contenders(batch: Batch) -> list[Contender]:
-    """Every shipped configuration, serial and fused: ``own_fused_C`` and so on."""
-    wanted = ("own_serial", "own_fused")
-    return [
-        replace(contender, name=f"{contender.name}_{name}")
-        for name, config in CONFIGS.items()
-        for contender in own_contenders(batch, config)
-        if contender.name in wanted
-    ]

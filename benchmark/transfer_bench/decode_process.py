@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from sglang_tiered.transfer.settings import TransferSettings
+    from sglang_tiered.config import TransferConfig
 
 DEADLINE_S = 60.0
 MODEL = bytes(32)  # of both ends
@@ -122,7 +122,7 @@ def _answer(pipe: Connection, pool: Pool, pages: Any, cpu_before: float) -> None
 
 
 def _endpoint(
-    pool: Pool, received: Any, settings: TransferSettings, keys: Path | None
+    pool: Pool, received: Any, settings: TransferConfig, keys: Path | None
 ) -> DecodeEndpoint:
     endpoint = DecodeEndpoint(
         server="decode",

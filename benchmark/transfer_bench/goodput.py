@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import zmq
 
+from sglang_tiered.config import TransferConfig
 from sglang_tiered.integration.cpu.malloc import keep_freed_memory
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 from sglang_tiered.transfer.prefill.send_queue import Chunk
-from sglang_tiered.transfer.settings import TransferSettings
 from sglang_tiered.wire.keys import load_keys, make_keys
 from transfer_bench import decode_process
 from transfer_bench.mooncake import MooncakeEnd
@@ -34,13 +35,13 @@ RAW = "raw sockets"
 PAGES = "raw sockets, page by page"
 ZEROMQ = "raw ZeroMQ"
 MOONCAKE = "mooncake tcp"
-TCP = TransferSettings(same_host=False)
-WAYS: dict[str, tuple[TransferSettings, bool]] = {
+TCP = TransferConfig(same_host=False)
+WAYS: dict[str, tuple[TransferConfig, bool]] = {
     "tcp": (TCP, False),
-    "tcp, 2 connections": (replace(TCP, num_connections=2), False),
+    "tcp, 2 connections": (msgspec.structs.replace(TCP, num_connections=2), False),
     "tcp, keys": (TCP, True),
-    "tcp, all encrypted": (replace(TCP, encrypt_data=True), True),
-    "same host": (TransferSettings(), False),
+    "tcp, all encrypted": (msgspec.structs.replace(TCP, encrypt_data=True), True),
+    "same host": (TransferConfig(), False),
 }
 
 

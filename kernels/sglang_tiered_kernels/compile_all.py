@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from sglang_tiered_kernels.page_copy.triton_kernel import page_copy_kernel
 from sglang_tiered_kernels.pod_attention import PodShape, launch, tuning
-from sglang_tiered_kernels.pod_attention.heuristics import CHOSEN_CONFIGS
+from sglang_tiered_kernels.pod_attention.heuristics import CONFIGS
 from sglang_tiered_kernels.rotary.triton_kernel import rotate_kernel
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _kernels() -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"page_copy {name}", partial(_lines, copy)
     for name, neox in (("halves", True), ("neighbours", False)):
         yield f"rotary {name}", partial(_lines, partial(compile_rotation, neox=neox))
-    for config in CHOSEN_CONFIGS:
+    for config in CONFIGS.values():
         for name, roles in _ROLES.items():
             made = partial(tuning.compile_pod, _LLAMA_8B, config, roles)
             yield f"pod {config.name}, {name}", partial(_needs, made)

@@ -25,14 +25,15 @@ from sglang_tiered.flags import (
     KiB,
     Kind,
     MiB,
-    TiB,
     choice,
     count,
     format_bytes,
+    parse_duration,
     require_positive,
     size,
     text,
 )
+from sglang_tiered.object_config import ObjectConfig  # noqa: TC001 - a field, decoded
 from sglang_tiered.peer_config import PeerConfig  # noqa: TC001 - a field, decoded
 from sglang_tiered.request_log import RequestLogConfig  # noqa: TC001 - a field, decoded
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
 __all__ = [
-    "DEFAULT_OBJECT_BYTES",
     "ENVIRONMENT_VARIABLE",
     "MIN_REGIONS",
     "MIN_REGIONS_PER_DAY",
@@ -49,7 +49,6 @@ __all__ = [
     "KiB",
     "MiB",
     "NvmeConfig",
-    "ObjectConfig",
     "TierMode",
     "TieredConfig",
     "TransferConfig",
@@ -67,10 +66,8 @@ MAX_DEFAULT_REGIONS = 4096
 MIN_REGIONS = 2
 """One being written, one that can be evicted: with fewer, every eviction empties the tier."""
 
-DEFAULT_OBJECT_BYTES = TiB
 TIER_CODECS = ("none", "zstd", "fp8", "int8")
 """Of ``codecs``, which this module may not import; a test compares them."""
-OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
 
 TRANSFER_CODECS = ("none", "int8", "zstd")
 MAX_TRANSFER_CONNECTIONS = 16
@@ -88,11 +85,14 @@ class TierMode(enum.Enum):
     NVME = "nvme"  # host memory and NVMe
 
 
-def _object_url(_: str, text: str) -> str:
-    """The URL of a place for objects; a path stands for the URL of that directory."""
-    if "://" not in text and text.startswith(("/", "~")):
-        return Path(text).expanduser().absolute().as_uri()
-    return text
+def _peer_timeout(flag: str, text: str) -> float:
+    seconds = parse_duration(flag, text)
+    if not MIN_PEER_TIMEOUT_S <= seconds <= 3600:
+        raise ConfigError(
+            f"{flag} {seconds:g} must be from {MIN_PEER_TIMEOUT_S:g} to 3600 seconds; peers greet "
+            "each other every second."
+        )
+    return seconds
 
 
 class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,91 +247,6 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The object tier below NVMe, shared by all servers that name it. Daily limits are of this
-    server, all ranks together. Credentials stay in the environment."""
-
-    url: Annotated[
-        str,
-        Flag(
-            "--tier-object-url",
-            Kind("URL", _object_url),
-            "Object store below NVMe that servers share: `s3://bucket/prefix`, `gs://`, `az://`, "
-            "or the path of a shared directory. Credentials come from the environment.",
-            default="none",
-            is_secret=True,
-        ),
-    ]
-    capacity_bytes: Annotated[
-        int,
-        Flag(
-            "--tier-object-bytes",
-            size("drop it for 1TiB"),
-            "Cap of what all servers with the same model and settings have there, kept by their "
-            "collectors; the oldest goes first.",
-            default="1TiB",
-        ),
-    ] = DEFAULT_OBJECT_BYTES
-    ttl_s: Annotated[
-        float | None,
-        Flag(
-            "--tier-object-ttl",
-            TIME,
-            "Age at which objects stop being found and are deleted, e.g. `7d`.",
-            default="no limit",
-        ),
-    ] = None
-    writes_per_day: Annotated[
-        int | None,
-        Flag(
-            "--tier-object-writes-per-day",
-            size("drop it for no limit"),
-            "What this server may write there in any 24 hours, e.g. `200GiB`.",
-            default="no limit",
-        ),
-    ] = None
-    requests_per_day: Annotated[
-        int | None,
-        Flag(
-            "--tier-object-requests-per-day",
-            count("N"),
-            "Pages it may put there in any 24 hours, a request each.",
-            default="no limit",
-        ),
-    ] = None
-
-    def __post_init__(self) -> None:
-        scheme, separator, rest = self.url.partition("://")
-        if not separator or scheme not in OBJECT_SCHEMES or not rest.strip("/"):
-            raise ConfigError(
-                f"--tier-object-url {self.shown_url} is not a place for objects; write "
-                "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or the absolute "
-                "path of a shared directory."
-            )
-        if self.shown_url != self.url:
-            raise ConfigError(
-                f"--tier-object-url {self.shown_url} carries credentials or options; leave them "
-                "out, they come from the environment (AWS_ACCESS_KEY_ID and the like)."
-            )
-        for flag, value in (
-            ("--tier-object-bytes", self.capacity_bytes),
-            ("--tier-object-writes-per-day", self.writes_per_day),
-            ("--tier-object-requests-per-day", self.requests_per_day),
-        ):
-            if value is not None:
-                require_positive(flag, value)
-        if self.ttl_s is not None and not self.ttl_s > 0:
-            raise ConfigError(f"--tier-object-ttl {self.ttl_s:g} must be greater than zero.")
-
-    @property
-    def shown_url(self) -> str:
-        """The URL without what may be secret, for messages."""
-        scheme, separator, rest = self.url.partition("://")
-        place, _, path = rest.partition("/")
-        path = path.split("?")[0].split("#")[0]
-        return scheme + separator + place.rpartition("@")[2] + ("/" + path if "/" in rest else "")
-
-
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The KV handoff between prefill and decode instances."""
 
@@ -417,11 +332,17 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Flag(
             "transfer-peer-timeout",
-            TIME,
+            Kind(TIME.metavar, _peer_timeout),
             "Silence after which a peer counts as dead. One that ends is noticed at once.",
             default="4s",
         ),
     ] = 4.0
+    ping_interval_s: float = 1.0
+    connect_timeout_s: float = 3.0
+    progress_timeout_s: float = 10.0  # while sent data may stay unanswered, or a gap unfilled
+    orphan_timeout_s: float = 60.0  # of a room that waits on prefill for its request, or the latter
+    tombstone_s: float = 60.0
+    max_orphans: int = 8192
 
     def __post_init__(self) -> None:
         require_positive("transfer-window-bytes", self.window_bytes)
@@ -429,15 +350,6 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--transfer-connections {self.num_connections} must be from 1 to "
                 f"{MAX_TRANSFER_CONNECTIONS}."
-            )
-        if not MIN_PEER_TIMEOUT_S <= self.peer_timeout_s <= 3600:
-            raise ConfigError(
-                f"transfer-peer-timeout {self.peer_timeout_s:g} must be from "
-                f"{MIN_PEER_TIMEOUT_S:g} to 3600 seconds; peers greet each other every second."
-            )
-        if self.encrypt_data and self.keys_directory is None:
-            raise ConfigError(
-                "--transfer-encrypt all needs --transfer-keys; make keys with sglang-tiered keygen."
             )
 
     @property
@@ -547,6 +459,16 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.nvme is None or self.nvme.writes_per_day is None:
             return None
         return self.nvme.writes_per_day // self.num_ranks
+
+    @property
+    def object_of_rank(self) -> ObjectConfig | None:
+        """The bucket of a rank, which has its own namespace there: its share of all limits."""
+        if self.object is None:
+            return None
+        names = ("capacity_bytes", "writes_per_day", "requests_per_day")
+        limits = {name: getattr(self.object, name) for name in names}
+        shares = {n: max(1, most // self.num_ranks) for n, most in limits.items() if most}
+        return msgspec.structs.replace(self.object, **shares)
 
     def to_environment(self, environment: MutableMapping[str, str] = os.environ) -> None:
         """Publish to the processes started from here on."""

@@ -166,7 +166,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     config.to_environment()  # again: a model may change what was given
     start.remove_other_shards(config)
     if resolved.numa_node is None:  # SGLang binds spawned processes only
-        processes.fork_from_here()
+        processes.fork_from_here(resolved.device)
     with CostBoard.create(num_dp_ranks_of(resolved), num_local_ranks(resolved)) as board:
         board.to_environment()
         add_routes(app, board, config)

@@ -7,7 +7,9 @@ whether all bytes were right as the code is, and with each of its waits taken aw
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -114,19 +116,42 @@ class World:
             wait()
         return all(np.array_equal(out, expected) for _, out, expected in begun)
 
-    def is_received_right(self) -> bool:
-        from sglang_tiered.transfer.memory import SlabPiece
+    def is_received_right(self, *, without: str = "") -> bool:
+        """A slab lands in pages that the device still writes: a forward whose request has ended,
+        and what the scheduler queued last. ``without``: the one of them that nobody knows of."""
+        from xxhash import xxh3_64_intdigest
 
-        np = self.np
+        from sglang_tiered.integration.disaggregation.manager import DecodeKVManager, ZmqKVReceiver
+        from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
+        from sglang_tiered.transfer.layout import whole_pairs
+        from sglang_tiered.transfer.memory import HostMemory, Memories
+        from sglang_tiered.transfer.messages import KV_COMPONENT, Slab
+
+        np, torch = self.np, self.torch
+        forward, scheduling = torch.cpu.Stream(), torch.cpu.Stream()
+        for name, stream, buffer in (("forward", forward, 1), ("scheduling", scheduling, 3)):
+            stream.called(name, lazy=True)
+            stream.copy(partial(self.pool[buffer, CHOSEN[0]].fill, 0))
+        endpoint: Any = DecodeEndpoint.__new__(DecodeEndpoint)  # without its thread
+        endpoint._memories, endpoint._rooms = Memories(self.memory, [], HostMemory([])), {}
+        endpoint._table_lock, endpoint._generations = threading.Lock(), itertools.count(1)
+        endpoint._loop = SimpleNamespace(call=nothing)
+        receiver: Any = ZmqKVReceiver.__new__(ZmqKVReceiver)
+        receiver.kv_mgr = manager = DecodeKVManager.__new__(DecodeKVManager)
+        receiver.bootstrap_room, receiver.bootstrap_infos = 1, []
+        receiver.required_dst_info_num, manager.endpoint = 1, endpoint
+        manager.forward_stream = torch.cpu.Stream() if without == "forward" else forward
+        with self.streams.stream(None if without == "scheduling" else scheduling):
+            receiver.send_metadata(CHOSEN)
+
         size = 2 * len(CHOSEN) * PAGE_BYTES
         data = np.random.default_rng(2).integers(1, 256, size, dtype=np.uint8)
-        pages, pieces = (
-            np.array(CHOSEN, np.int32),
-            [SlabPiece(1, PAGE_BYTES), SlabPiece(3, PAGE_BYTES)],
-        )
         sent = data.copy()
-        self.memory.scatter_slab(pieces, pages, sent)
+        slab = Slab(1, 1, 0, KV_COMPONENT, 0, 2, 0, len(CHOSEN), 0, size, xxh3_64_intdigest(sent))
+        assert endpoint._rooms[1].land(slab, sent, whole_pairs(self.memory.buffers)[1::2])
         sent[:] = 0  # the frame is the socket's again
+        forward.synchronize()
+        scheduling.synchronize()
         return np.array_equal(self.pool[[1, 3]][:, CHOSEN].reshape(-1), data)
 
     def is_loaded_right(self, *, awaited: bool = True) -> bool:
@@ -200,6 +225,14 @@ def scatter_is_not_awaited(world: World) -> bool:
     return world.is_received_right()
 
 
+def forward_is_not_awaited(world: World) -> bool:
+    return world.is_received_right(without="forward")
+
+
+def scheduler_is_not_awaited(world: World) -> bool:
+    return world.is_received_right(without="scheduling")
+
+
 def load_is_not_awaited(world: World) -> bool:
     return world.is_loaded_right(awaited=False)
 
@@ -210,6 +243,8 @@ FAULTS = [
     copy_goes_before_its_gather,
     gather_goes_before_the_last_copy,
     scatter_is_not_awaited,
+    forward_is_not_awaited,
+    scheduler_is_not_awaited,
     load_is_not_awaited,
 ]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from transfer_pair import (
     DEADLINE_S,
     SAME_HOST,

@@ -18,7 +18,6 @@ from line_process import LineProcess
 
 from kit.runs import NAMESPACE
 from sglang_tiered.storage.base import Job, Reason, Run
-from sglang_tiered.storage.bucket import BucketSettings
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.requests import Requests
 
@@ -66,7 +65,7 @@ def _write(url: str, number: int, *, paced: bool) -> None:
 
 def _collect(url: str) -> None:
     settings = CollectorSettings(capacity_bytes=100_000)
-    collector = Collector(Requests(BucketSettings(url=url)), settings)
+    collector = Collector(Requests(url), settings)
     _say("open")
     while True:
         report = collector.run_once(NAMESPACE)

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from kit.runs import NAMESPACE
 from kit.waiting import eventually
+from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.storage.base import NO_TENANT, Reason, Run
-from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.collect import Collector, CollectorReport, CollectorSettings
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def open_engine(
     }
     namespace = changes.pop("namespace", NAMESPACE)
     return BucketEngine(
-        BucketSettings(url=url, **{**settings, **changes}),
+        ObjectConfig(url=url, **{**settings, **changes}),
         namespace=namespace,
         clock=clock,
         wall_clock=wall_clock,

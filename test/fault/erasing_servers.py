@@ -9,10 +9,11 @@ from peer_servers import quick
 from simulation.engine import REGION
 
 from kit.runs import NAMESPACE
+from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import Erasure, Tier, TierEngine
-from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack
 
@@ -57,7 +58,7 @@ class Servers:
         if Tier.OBJECT in self._beyond:
             url = (self._directory / "bucket").as_uri()
             wall_clock = lambda: time.time() - behind_s  # noqa: E731
-            bucket = BucketSettings(
+            bucket = ObjectConfig(
                 url=url, staging_bytes=1 << 22, num_connections=2, refresh_s=600.0
             )
             remote.append(BucketEngine(bucket, namespace=namespace, wall_clock=wall_clock))

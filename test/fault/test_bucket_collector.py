@@ -29,7 +29,6 @@ from object_proxy import FaultProxy, status
 from kit.runs import NAMESPACE
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Erasure, Reason
-from sglang_tiered.storage.bucket import BucketSettings
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.names import ERASED
@@ -217,7 +216,7 @@ def test_collectors_at_once_do_each_others_work(url: str) -> None:
 def test_servers_take_turns_and_survive_failures(
     s3_url: str, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    requests = Requests(BucketSettings(url=s3_url))
+    requests = Requests(s3_url)
     eager, patient = (
         Collector(requests, CollectorSettings(interval_s=interval_s)) for interval_s in (0.01, 600)
     )

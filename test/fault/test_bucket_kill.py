@@ -14,7 +14,6 @@ from bucket_engines import TIMEOUT_S, is_held, load, opened, run_of, store
 
 from kit.runs import NAMESPACE
 from sglang_tiered.storage.base import Reason
-from sglang_tiered.storage.bucket import BucketSettings
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.requests import Requests
@@ -52,7 +51,7 @@ def test_no_kill_loses_acknowledged_pages(url: str) -> None:
     if not url.startswith("file"):
         return
     # What the dead left behind is collected, and what they stored stays.
-    place, requests = Path(urlsplit(url).path), Requests(BucketSettings(url=url))
+    place, requests = Path(urlsplit(url).path), Requests(url)
     (place / "v2" / NAMESPACE.hex() / "pages" / f"left{STAGED}1.1").write_bytes(b"half")
     kept = {path for path in place.rglob("pages/*/*") if STAGED not in path.name}
     Collector(requests, CollectorSettings(), clock=lambda: 4e9).run_once(NAMESPACE)

@@ -14,7 +14,6 @@ from object_server import ObjectServer
 
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Erasure, Health, Reason
-from sglang_tiered.storage.bucket import BucketSettings
 from sglang_tiered.storage.bucket.requests import BucketError, Requests
 from sglang_tiered.storage.promises import is_true
 
@@ -167,7 +166,7 @@ def test_without_bulk_deletes_all_are_single(
 
 
 def test_a_throttled_bulk_delete_stays_in_bulk(s3_url: str, proxy: FaultProxy) -> None:
-    requests = Requests(BucketSettings(url=s3_url))
+    requests = Requests(s3_url)
     for answer in (status(503, "SlowDown"), status(400, "ExpiredToken")):
         failed = proxy.add("POST", "delete", answer)
         with pytest.raises(BucketError):

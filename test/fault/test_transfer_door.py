@@ -10,10 +10,10 @@ import secrets
 import socket
 from collections import Counter
 from contextlib import closing
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from transfer_pair import DEADLINE_S, SAME_HOST, Decode, Prefill, decode, hand_over, prefill
 from transfer_strangers import strange_decode, strange_prefill
 

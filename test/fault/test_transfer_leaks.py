@@ -27,10 +27,10 @@ from transfer_pair import (
 from transfer_strangers import strange_decode, strange_prefill
 
 from kit.waiting import eventually
+from sglang_tiered.config import TransferConfig
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
-from sglang_tiered.transfer.settings import TransferSettings
 from sglang_tiered.wire.keys import Keys, load_keys, make_keys
 
 pytestmark = pytest.mark.timeout(60)
@@ -58,7 +58,7 @@ def returns_everything(once: Callable[[], None], times: int = 8) -> None:
 
 @pytest.mark.parametrize("way", ["tcp", "same_host", "keys"])
 def test_endpoints_that_close_leave_nothing(way: str, tmp_path: Path) -> None:
-    settings: TransferSettings = SAME_HOST if way == "same_host" else TCP
+    settings: TransferConfig = SAME_HOST if way == "same_host" else TCP
     keys: dict[str, Keys] = {}
     if way == "keys":
         make_keys(tmp_path)

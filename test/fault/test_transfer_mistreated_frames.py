@@ -4,11 +4,11 @@ on both sides, and no byte outside its pages changes."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from transfer_pair import IMPATIENT, TCP, Decode, Prefill, Shape, decode, indices, meet, prefill
 from transfer_relay import (
     Fault,

@@ -3,9 +3,8 @@ successor behind the same address is never mistaken for it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from transfer_child import SHAPE, Child, hand_over
 from transfer_pair import IMPATIENT, SAME_HOST, Decode, Prefill, decode, prefill
 

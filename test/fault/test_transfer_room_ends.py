@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from transfer_pair import (
     DEADLINE_S,
     IMPATIENT,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from transfer_pair import (
@@ -40,7 +41,7 @@ from sglang_tiered.wire.keys import Tagger
 pytestmark = pytest.mark.timeout(60)
 SETTINGS = SAME_HOST
 
-LOST_SOON = replace(SAME_HOST, ping_interval_s=0.1, peer_timeout_s=0.6)
+LOST_SOON = msgspec.structs.replace(SAME_HOST, ping_interval_s=0.1, peer_timeout_s=0.6)
 
 
 def test_pages_are_read_and_not_sent(sender: Prefill, receiver: Decode) -> None:
@@ -155,7 +156,7 @@ def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
 
 def test_a_slab_of_released_pages_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checksum would be right, of the next request's bytes."""
-    settings = replace(SAME_HOST, same_host=False)
+    settings = msgspec.structs.replace(SAME_HOST, same_host=False)
     with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
         meet(sender, receiver, 2)
         gather = sender.pool.memories.kv.gather

@@ -399,7 +399,7 @@ def test_keys_keep_strangers_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("encrypts", [True, False])
 def test_keys_are_replaced_while_servers_serve(encrypts: bool, tmp_path: Path) -> None:
     """Each step of the page, with servers of the step before still up."""
-    settings = replace(IMPATIENT, encrypt_data=encrypts)
+    settings = msgspec.structs.replace(IMPATIENT, encrypt_data=encrypts)
     old, new = tmp_path / "old", tmp_path / "new"
     make_keys(old)
     make_keys(new)
@@ -473,7 +473,7 @@ def test_without_keys_only_allowed_machines_are_served(receiver: Decode) -> None
     elsewhere = "203.0.113.1", 9  # nobody's (RFC 5737)
     receiver.open(1, [elsewhere], [0])
     assert "--transfer-allow" in receiver.events.wait_for("failed", 1)[2]
-    allowed = replace(IMPATIENT, allowed_networks=("203.0.113.0/24",))
+    allowed = msgspec.structs.replace(IMPATIENT, allowed_networks=("203.0.113.0/24",))
     with decode(settings=allowed) as tolerant:
         tolerant.open(1, [elsewhere], [0])
         assert "--transfer-allow" not in tolerant.events.wait_for("failed", 1)[2]
@@ -482,7 +482,7 @@ def test_without_keys_only_allowed_machines_are_served(receiver: Decode) -> None
 def test_keys_do_not_replace_allowed_addresses(tmp_path: Path) -> None:
     make_keys(tmp_path)
     keys = {role: load_keys(tmp_path, role) for role in ("prefill", "decode")}
-    allowed = replace(IMPATIENT, allowed_networks=("192.0.2.0/24",))
+    allowed = msgspec.structs.replace(IMPATIENT, allowed_networks=("192.0.2.0/24",))
     with (
         prefill(settings=IMPATIENT, keys=keys["prefill"]) as sender,
         decode(settings=allowed, keys=keys["decode"]) as receiver,
@@ -503,7 +503,8 @@ def test_keys_on_decode_alone_fail_with_a_reason(tmp_path: Path, sender: Prefill
 def test_one_sided_encryption_fails_on_both_sides(encrypts: str, tmp_path: Path) -> None:
     make_keys(tmp_path)
     settings = {
-        role: replace(IMPATIENT, encrypt_data=role == encrypts) for role in ("prefill", "decode")
+        role: msgspec.structs.replace(IMPATIENT, encrypt_data=role == encrypts)
+        for role in ("prefill", "decode")
     }
     with (
         prefill(settings=settings["prefill"], keys=load_keys(tmp_path, "prefill")) as sender,

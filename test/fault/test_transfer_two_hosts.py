@@ -6,9 +6,9 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from transfer_child import SHAPE, Child, hand_over
 from transfer_pair import IMPATIENT, Decode, decode
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
+from sglang_tiered.config import TransferConfig
 from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, DecodeTarget
 from sglang_tiered.transfer.layout import heads_of_rank
 from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories
 from sglang_tiered.transfer.messages import NOTHING_MORE, Asked, KVLayout, StateLayout
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 from sglang_tiered.transfer.prefill.send_queue import Chunk
-from sglang_tiered.transfer.settings import TransferSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,9 +28,9 @@ DEADLINE_S = 20.0
 MODEL = b"m" * 32  # of every endpoint unless a test says otherwise
 HOST = os.environ.get("TRANSFER_TEST_HOST", "127.0.0.1")
 
-TCP = TransferSettings(same_host=False)
-SAME_HOST = TransferSettings()
-IMPATIENT = replace(
+TCP = TransferConfig(same_host=False)
+SAME_HOST = TransferConfig()
+IMPATIENT = msgspec.structs.replace(
     TCP, ping_interval_s=0.2, peer_timeout_s=1.0, connect_timeout_s=1.0, progress_timeout_s=1.0
 )
 
@@ -252,7 +253,7 @@ def indices(numbers: Sequence[int]) -> Any:
 def prefill(
     shape: Shape = Shape(),
     *,
-    settings: TransferSettings = TCP,
+    settings: TransferConfig = TCP,
     seed: int = 1,
     keys: Keys | None = None,
     rank: int = 0,
@@ -280,7 +281,7 @@ def prefill(
 def decode(
     shape: Shape = Shape(),
     *,
-    settings: TransferSettings = TCP,
+    settings: TransferConfig = TCP,
     keys: Keys | None = None,
     model: bytes | None = MODEL,
 ) -> Iterator[Decode]:

@@ -46,9 +46,10 @@ def launcher_flags(arguments: Sequence[str]) -> dict[str, Any]:
     server would refuse."""
     parser = _parser()
     from sglang_tiered import launch_server
-    from sglang_tiered.config import NvmeConfig, ObjectConfig, TieredConfig, TransferConfig
+    from sglang_tiered.config import NvmeConfig, TieredConfig, TransferConfig
     from sglang_tiered.integration.launch import flags
     from sglang_tiered.integration.launch.resolve import explicit_arguments
+    from sglang_tiered.object_config import ObjectConfig
     from sglang_tiered.peer_config import PeerConfig
 
     flags.refuse_settings(arguments)

@@ -7,16 +7,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from host_pools import storage_config
 
-from sglang_tiered.config import (
-    ENVIRONMENT_VARIABLE,
-    MiB,
-    NvmeConfig,
-    ObjectConfig,
-    TieredConfig,
-    TierMode,
-)
+from sglang_tiered.config import ENVIRONMENT_VARIABLE, MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.object_config import ObjectConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,9 @@ from kit.faulty import FaultyEngine
 from kit.memory import MemoryEngine
 from kit.runs import NAMESPACE, blank, page_data, soft_encoding
 from kit.waiting import TIMEOUT_S, drained, finished
+from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.storage.base import Reason
-from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.stack import TierStack
@@ -90,7 +91,7 @@ def open_tier(
             "object-directory": (directory / "store").as_uri(),
             "object-url": f"{BUCKET}/{secrets.token_hex(8)}",
         }
-        settings = BucketSettings(
+        settings = ObjectConfig(
             url=urls[name],
             staging_bytes=queue_bytes,
             capacity_bytes=capacity_bytes,

@@ -301,7 +301,7 @@ ALONG = [
     ("sglang_tiered.storage.region.engine", "from ..base import TierEngine\nfrom . import index"),
     ("sglang_tiered.storage.region.engine", "from ...errors import TierError"),
     ("sglang_tiered_lab.cluster.plan", "from sglang_tiered_lab.trace.inputs import X"),
-    ("sglang_tiered.tools.store.cli", "from sglang_tiered.tools.store.gc import run"),
+    ("sglang_tiered.tools.store.cli", "from sglang_tiered.tools.store.dump import run"),
     ("sglang_tiered.sharing.membership", "import redis"),
     ("sglang_tiered_kernels.page_copy.triton_kernel", "import torch\nimport triton"),
     ("sglang_tiered.policy.cost_model", "from sglang_tiered import __version__"),

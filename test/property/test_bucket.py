@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kit.waiting import TIMEOUT_S, finished
+from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Reason, Run
-from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.names import Layout, parse_page
 from sglang_tiered.storage.promises import is_true
 
@@ -67,7 +68,7 @@ class TwoEngines(RuleBasedStateMachine):
         self.engines = [self.open(number) for number in (0, 1)]
 
     def open(self, number: int) -> BucketEngine:
-        wanted = BucketSettings(
+        wanted = ObjectConfig(
             url=self.directory.as_uri(), staging_bytes=1 << 20, refresh_s=3600.0, num_connections=2
         )
         return BucketEngine(wanted, namespace=self.namespaces[number], wall_clock=lambda: self.now)

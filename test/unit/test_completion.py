@@ -56,7 +56,7 @@ def offered(script: Path, *words: str, folder: Path | None = None) -> list[str]:
     [
         (("sto",), ["store"]),
         (("store", "ver"), ["verify"]),
-        (("store", "gc", "--keep"), ["--keep-namespace"]),
+        (("store", "gc", "--max"), ["--max-bytes"]),
         (("trace", "gen"), ["generate"]),
         (("keygen", "--role", ""), ["prefill", "decode", "peer"]),
         (("completion", ""), ["bash", "zsh"]),

@@ -14,13 +14,14 @@ from sglang_tiered.config import (
     GiB,
     MiB,
     NvmeConfig,
-    ObjectConfig,
     TieredConfig,
     TierMode,
     default_region_bytes,
     format_bytes,
 )
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import values_of
+from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.transfer.wire_codec import CODECS as WIRE_CODECS
 
@@ -110,7 +111,10 @@ def test_budgets_are_of_each_rank() -> None:
             "needs the NVMe tier",
         ),
         *(
-            (lambda url=url: bucket(url), r"--tier-object-url .*gs://bucket/prefix")
+            (
+                lambda url=url: values_of(ObjectConfig, {"tier_object_url": url}),
+                r"--tier-object-url .*gs://bucket/prefix",
+            )
             for url in ("", "bucket", "s3://", "http://127.0.0.1/b", "s3:/b", "s4://b")
         ),
         (lambda: bucket(capacity_bytes=0), "--tier-object-bytes"),

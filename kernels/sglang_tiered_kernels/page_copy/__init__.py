@@ -5,11 +5,10 @@ from __future__ import annotations
 from sglang_tiered_kernels.page_copy.interface import (
     Band,
     PagedPool,
-    SlabLayout,
     copy_between,
     gather,
     scatter,
     warm_up,
 )
 
-__all__ = ["Band", "PagedPool", "SlabLayout", "copy_between", "gather", "scatter", "warm_up"]
+__all__ = ["Band", "PagedPool", "copy_between", "gather", "scatter", "warm_up"]

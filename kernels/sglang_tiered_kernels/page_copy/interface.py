@@ -7,7 +7,6 @@ buffers; a CPU takes PyTorch's index operations.
 
 from __future__ import annotations
 
-import enum
 import math
 import os
 from dataclasses import dataclass
@@ -21,14 +20,7 @@ from sglang_tiered_kernels.page_copy import reference
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Band", "PagedPool", "SlabLayout", "copy_between", "gather", "scatter", "warm_up"]
-
-
-class SlabLayout(enum.Enum):
-    """The order of a slab's first two dimensions."""
-
-    PAGE_FIRST = "page_first"  # [pages, buffers, page_bytes]: a page of all layers in one piece
-    BUFFER_FIRST = "buffer_first"  # [buffers, pages, page_bytes]: a layer of all pages in one piece
+__all__ = ["Band", "PagedPool", "copy_between", "gather", "scatter", "warm_up"]
 
 
 @dataclass(frozen=True)
@@ -43,16 +35,14 @@ class Band:
 class PagedPool:
     """The buffers of a paged KV cache. Borrows them; they must stay where they are.
 
-    buffers: [slots, ...] tensors, contiguous, on one device, with equal bytes per slot; keys and
-        values of every layer in the order the slab is to have. page_size: slots of a page, which
-        divides the slots; 1 to copy token rows. band: what is copied of each page; all by default.
-    Raises ValueError for buffers that differ or are not contiguous, a page size that does not
-    divide them, or a band that is none of a page.
+    buffers: [pages, ...] tensors, contiguous, on one device, with equal bytes per page; keys and
+        values of every layer in the order the slab is to have. band: what is copied of each page;
+        all by default.
+    Raises ValueError for buffers that differ or are not contiguous, or a band that is none of a
+    page.
     """
 
-    def __init__(
-        self, buffers: Sequence[torch.Tensor], page_size: int, band: Band | None = None
-    ) -> None:
+    def __init__(self, buffers: Sequence[torch.Tensor], band: Band | None = None) -> None:
         if not buffers:
             raise ValueError("a pool of no buffers; give the keys and values of at least one layer")
         first = buffers[0]
@@ -60,7 +50,7 @@ class PagedPool:
             if not buffer.is_contiguous() or buffer.ndim < 2:
                 raise ValueError(
                     f"buffer {place} with shape {list(buffer.shape)} and strides "
-                    f"{list(buffer.stride())} is not [slots, ...] in one piece; pass it contiguous"
+                    f"{list(buffer.stride())} is not [pages, ...] in one piece; pass it contiguous"
                 )
             if (buffer.device, buffer.shape[0], buffer.nbytes) != (
                 first.device,
@@ -68,24 +58,18 @@ class PagedPool:
                 first.nbytes,
             ):
                 raise ValueError(
-                    f"buffer {place} has {buffer.shape[0]} slots in {buffer.nbytes} bytes on "
+                    f"buffer {place} has {buffer.shape[0]} pages in {buffer.nbytes} bytes on "
                     f"{buffer.device} and buffer 0 {first.shape[0]} in {first.nbytes} on "
                     f"{first.device}; make a pool for each kind"
                 )
-        if page_size < 1 or first.shape[0] % page_size:
-            raise ValueError(
-                f"pages of {page_size} slots do not divide {first.shape[0]} slots; "
-                "pass the page size of the pool's allocator"
-            )
-        page_bytes = page_size * first.nbytes // max(1, first.shape[0])
+        page_bytes = first.nbytes // max(1, first.shape[0])
         band = Band(page_bytes, 0, page_bytes) if band is None else band
         if not 0 <= band.low < band.high <= band.row_bytes or page_bytes % band.row_bytes:
             raise ValueError(
                 f"bytes {band.low} to {band.high} of rows of {band.row_bytes} are no part of "
                 f"pages of {page_bytes} bytes; pass the bytes of a token and a range in them"
             )
-        self.page_size = page_size
-        self.num_pages = first.shape[0] // page_size
+        self.num_pages = first.shape[0]
         self.num_rows = page_bytes // band.row_bytes  # of a page
         self.row_bytes = band.high - band.low
         # Bytes that are copied of a page.
@@ -105,50 +89,34 @@ class PagedPool:
         # Bytes that divide every row's address and length, up to the widest load.
         self.alignment = math.gcd(16, band.row_bytes, self.row_bytes, *addresses)
 
-    def slab_shape(
-        self, num_pages: int, layout: SlabLayout = SlabLayout.PAGE_FIRST
-    ) -> tuple[int, int, int]:
-        """The shape of a slab, uint8, for this many pages."""
-        if layout is SlabLayout.PAGE_FIRST:
-            return num_pages, len(self.buffers), self.page_bytes
+    def slab_shape(self, num_pages: int) -> tuple[int, int, int]:
+        """The shape of a slab, uint8, for this many pages: a buffer's pages in one piece."""
         return len(self.buffers), num_pages, self.page_bytes
 
 
-def gather(
-    pool: PagedPool,
-    pages: torch.Tensor,
-    slab: torch.Tensor,
-    layout: SlabLayout = SlabLayout.PAGE_FIRST,
-) -> None:
+def gather(pool: PagedPool, pages: torch.Tensor, slab: torch.Tensor) -> None:
     """Copy pages of the pool, in the order of ``pages``, to the slab.
 
-    pages: [n] int32 or int64, page numbers (slot // page_size) on the pool's device, each below
-    ``num_pages``; a GPU does not check that. slab: uint8, contiguous, of ``slab_shape``, and
+    pages: [n] int32 or int64, page numbers on the pool's device, each below ``num_pages``; a GPU
+    does not check that. slab: uint8, contiguous, of ``slab_shape``, and
     overwritten. In stream order; nothing waits.
     Raises ValueError for a slab or pages that do not fit.
     """
-    _copy(pool, pages, slab, layout, to_slab=True)
+    _copy(pool, pages, slab, to_slab=True)
 
 
-def scatter(
-    slab: torch.Tensor,
-    pages: torch.Tensor,
-    pool: PagedPool,
-    layout: SlabLayout = SlabLayout.PAGE_FIRST,
-) -> None:
+def scatter(slab: torch.Tensor, pages: torch.Tensor, pool: PagedPool) -> None:
     """Copy a slab to pages of the pool; the inverse of ``gather``, with the same arguments. Pages
     must be distinct, and no others are touched."""
-    _copy(pool, pages, slab, layout, to_slab=False)
+    _copy(pool, pages, slab, to_slab=False)
 
 
-def _copy(
-    pool: PagedPool, pages: torch.Tensor, slab: torch.Tensor, layout: SlabLayout, *, to_slab: bool
-) -> None:
+def _copy(pool: PagedPool, pages: torch.Tensor, slab: torch.Tensor, *, to_slab: bool) -> None:
     if pages.ndim != 1 or pages.dtype not in {torch.int32, torch.int64}:
         raise ValueError(
             f"pages is {list(pages.shape)} {pages.dtype}; give one dimension of int32 or int64"
         )
-    shape = pool.slab_shape(len(pages), layout)
+    shape = pool.slab_shape(len(pages))
     if slab.shape != shape or slab.dtype != torch.uint8 or not slab.is_contiguous():
         raise ValueError(
             f"the slab is {list(slab.shape)} {slab.dtype}; {len(pages)} pages need "
@@ -160,19 +128,17 @@ def _copy(
         )
     if not len(pages):
         return
-    page_first = layout is SlabLayout.PAGE_FIRST
     if not by_kernel(pool.device):
-        by_buffer = slab.transpose(0, 1) if page_first else slab
-        by_buffer = by_buffer.view(*by_buffer.shape[:2], pool.num_rows, -1)
+        by_row = slab.view(*slab.shape[:2], pool.num_rows, -1)
         if to_slab:
-            reference.gather_pages(pool.buffers, pages, by_buffer)
+            reference.gather_pages(pool.buffers, pages, by_row)
         else:
-            reference.scatter_pages(by_buffer, pages, pool.buffers)
+            reference.scatter_pages(by_row, pages, pool.buffers)
         return
-    _run(pool, pages, slab, page_first=page_first, to_slab=to_slab)
+    _run(pool, pages, slab, to_slab=to_slab)
 
 
-def warm_up(pool: PagedPool, layout: SlabLayout) -> None:
+def warm_up(pool: PagedPool) -> None:
     """Compile what ``gather`` and ``scatter`` of this pool launch with int32 pages, so that no copy
     waits for a compiler. Touches no page. Takes a second the first time on a machine; nothing where
     copies need no kernel. A slab that is not a multiple of 16 bytes away from one is not foreseen.
@@ -180,10 +146,9 @@ def warm_up(pool: PagedPool, layout: SlabLayout) -> None:
     if not by_kernel(pool.device) or os.environ.get("TRITON_INTERPRET") == "1":
         return
     pages = torch.empty(1, dtype=torch.int32, device=pool.device)
-    slab = torch.empty(pool.slab_shape(1, layout), dtype=torch.uint8, device=pool.device)
-    page_first = layout is SlabLayout.PAGE_FIRST
+    slab = torch.empty(pool.slab_shape(1), dtype=torch.uint8, device=pool.device)
     for to_slab in (True, False):
-        _run(pool, pages, slab, page_first=page_first, to_slab=to_slab, only_compile=True)
+        _run(pool, pages, slab, to_slab=to_slab, only_compile=True)
 
 
 def _run(
@@ -191,14 +156,12 @@ def _run(
     pages: torch.Tensor,
     slab: torch.Tensor,
     *,
-    page_first: bool,
     to_slab: bool,
     only_compile: bool = False,
 ) -> None:
     # A machine without Triton imports this package, and copies without it.
     from sglang_tiered_kernels.page_copy import triton_kernel  # noqa: PLC0415
 
-    page_bytes, num_buffers = pool.page_bytes, len(pool.buffers)
     row_pitch = pool.row_pitch
     paged = triton_kernel.Side(
         pool.addresses, pages, pool.num_rows * row_pitch, row_pitch, pool.alignment
@@ -206,15 +169,15 @@ def _run(
     contiguous = triton_kernel.Side(
         slab,
         None,
-        page_pitch=num_buffers * page_bytes if page_first else page_bytes,
+        page_pitch=pool.page_bytes,
         row_pitch=pool.row_bytes,
         alignment=math.gcd(16, slab.data_ptr(), pool.row_bytes),
-        buffer_pitch=page_bytes if page_first else len(pages) * page_bytes,
+        buffer_pitch=len(pages) * pool.page_bytes,
     )
     triton_kernel.copy_rows(
         *((paged, contiguous) if to_slab else (contiguous, paged)),
         num_pages=len(pages),
-        num_buffers=num_buffers,
+        num_buffers=len(pool.buffers),
         num_rows=pool.num_rows,
         row_bytes=pool.row_bytes,
         only_compile=only_compile,

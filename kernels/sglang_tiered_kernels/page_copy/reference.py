@@ -13,13 +13,10 @@ __all__ = ["gather_pages", "scatter_pages"]
 
 
 def gather_pages(buffers: Sequence[torch.Tensor], pages: torch.Tensor, slab: torch.Tensor) -> None:
-    """buffers: [pool pages, rows, bytes] each. pages: [n]. slab: [buffers, n, rows, bytes], any
-    strides. Raises IndexError for a page beyond the pool."""
+    """buffers: [pool pages, rows, bytes] each. pages: [n]. slab: [buffers, n, rows, bytes],
+    contiguous. Raises IndexError for a page beyond the pool."""
     for buffer, target in zip(buffers, slab, strict=True):
-        if target.is_contiguous():
-            torch.index_select(buffer, 0, pages, out=target)
-        else:
-            target.copy_(buffer.index_select(0, pages))
+        torch.index_select(buffer, 0, pages, out=target)
 
 
 def scatter_pages(slab: torch.Tensor, pages: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:

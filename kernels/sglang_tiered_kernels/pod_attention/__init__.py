@@ -6,13 +6,7 @@ from sglang_tiered_kernels.pod_attention.heuristics import CONFIGS, PodConfig
 from sglang_tiered_kernels.pod_attention.interface import pod_attention, warm_up
 from sglang_tiered_kernels.pod_attention.plan import PodPlan, is_decode_row, make_plan
 from sglang_tiered_kernels.pod_attention.reference import reference_pod_attention
-from sglang_tiered_kernels.pod_attention.shape import (
-    PodShape,
-    Roles,
-    Schedule,
-    Tickets,
-    supports,
-)
+from sglang_tiered_kernels.pod_attention.shape import PodShape, Roles, Schedule, supports
 
 __all__ = [
     "CONFIGS",
@@ -21,7 +15,6 @@ __all__ = [
     "PodShape",
     "Roles",
     "Schedule",
-    "Tickets",
     "is_decode_row",
     "make_plan",
     "pod_attention",

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_tiered_kernels.pod_attention.shape import PodShape, Schedule, Tickets
+from sglang_tiered_kernels.pod_attention.shape import PodShape, Schedule
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "CHOSEN_CONFIGS",
     "CONFIGS",
-    "DEFAULT_CONFIG",
     "PodConfig",
     "choose_config",
     "choose_schedule",
@@ -76,7 +74,6 @@ class PodConfig:
     decode_warps: int = 4
     split_len: int = 0
     ctas_per_sm: int = 2
-    tickets: Tickets = Tickets.PROPORTIONAL
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_n_decode"):
@@ -95,25 +92,21 @@ class PodConfig:
             raise ValueError(f"ctas_per_sm is {self.ctas_per_sm}; it must be at least 1")
 
 
-# Letters as in the report of ``tuning.py``.
+# Letters as in results. ``choose_config`` returns any, so a server compiles all before it serves.
 CONFIGS: dict[str, PodConfig] = {
     config.name: config
     for config in (
         PodConfig("A", block_m=64, block_n=64, num_warps=4),
-        PodConfig("B", block_m=128, block_n=32, num_warps=4),
         PodConfig("D", block_m=64, block_n=32, block_n_decode=32, num_warps=4, ctas_per_sm=3),
     )
 }
-DEFAULT_CONFIG = CONFIGS["A"]
-_SHORT_CONFIG = CONFIGS["D"]
-# What ``choose_config`` may return, so that a server can compile it all before it serves.
-CHOSEN_CONFIGS = (DEFAULT_CONFIG, _SHORT_CONFIG)
+_DEFAULT_CONFIG, _SHORT_CONFIG = CONFIGS.values()
 
 
 def choose_config(longest_extend: int) -> PodConfig:
     """The shipped configuration for a batch by its longest chunk: the fastest of four on an H100,
     except that chunks below half a tile of it take narrower steps."""
-    return _SHORT_CONFIG if 2 * longest_extend <= DEFAULT_CONFIG.block_m else DEFAULT_CONFIG
+    return _SHORT_CONFIG if 2 * longest_extend <= _DEFAULT_CONFIG.block_m else _DEFAULT_CONFIG
 
 
 def choose_split_len(kv_tokens: int, shape: PodShape, num_sms: int, block_n_decode: int) -> int:
@@ -161,22 +154,12 @@ def choose_schedule(prefill_s: float, decode_s: float) -> Schedule:
     return Schedule.PERSISTENT if few else Schedule.TICKET
 
 
-def ticket_ratio(
-    tickets: Tickets,
-    shape: PodShape,
-    prefill_s: NDArray[np.float64],
-    decode_s: NDArray[np.float64],
-) -> tuple[int, int]:
-    """Tickets of a period for prefill and for decode tiles: small, coprime, both at least 1.
-
-    prefill_s, decode_s: estimated seconds of a tile of each unit.
-    """
-    if tickets is Tickets.EQUAL or not len(prefill_s) or not len(decode_s):
+def ticket_ratio(prefill_tiles: int, decode_tiles: int) -> tuple[int, int]:
+    """Tickets of a period for prefill and for decode tiles: small, coprime, both at least 1, and in
+    the ratio of the tiles, so that both roles run dry together (the paper's)."""
+    if not prefill_tiles or not decode_tiles:
         return 1, 1
-    if tickets is Tickets.PROPORTIONAL:
-        ratio = Fraction(len(prefill_s) * shape.num_q_heads, len(decode_s) * shape.num_kv_heads)
-    else:
-        ratio = Fraction(float(decode_s.mean() / prefill_s.mean()))
+    ratio = Fraction(prefill_tiles, decode_tiles)
     # Neither role is starved, and neither number outgrows the other's whole range.
     ratio = min(max(ratio, Fraction(1, _MAX_TICKETS)), Fraction(_MAX_TICKETS))
     small = min(ratio, 1 / ratio).limit_denominator(_MAX_TICKETS)

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_tiered_kernels.pod_attention.fallback import torch_pod_attention
-from sglang_tiered_kernels.pod_attention.heuristics import CHOSEN_CONFIGS
+from sglang_tiered_kernels.pod_attention.heuristics import CONFIGS
 from sglang_tiered_kernels.pod_attention.shape import Roles, Schedule, supports
 
 if TYPE_CHECKING:
-    from sglang_tiered_kernels.pod_attention.heuristics import PodConfig
     from sglang_tiered_kernels.pod_attention.plan import PodPlan
     from sglang_tiered_kernels.pod_attention.shape import PodShape
 
@@ -143,14 +142,12 @@ def warm_up(
     window: int = -1,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    config: PodConfig | None = None,
 ) -> None:
     """Compile the kernels of later calls, so that no request waits seconds for the compiler.
 
     k_cache, v_cache: those of a layer; one page of them is read. index_dtype: of ``kv_indices`` to
     come. window, logit_cap, sinks: as the layers of one kind will have them; call it for each kind.
-    config: the one plans will be made with, where they do not choose themselves. Triton keeps what
-    it compiled on disk, so the next start is fast. Does nothing on a CPU.
+    Triton keeps what it compiled on disk, so the next start is fast. Does nothing on a CPU.
     Raises ValueError for a shape that ``supports`` refuses.
     """
     refusal = supports(shape, k_cache.device)
@@ -160,12 +157,11 @@ def warm_up(
         return
     from sglang_tiered_kernels.pod_attention import launch  # noqa: PLC0415
 
-    configs = CHOSEN_CONFIGS if config is None else (config,)
     launch.warm_up(
         k_cache,
         v_cache,
         shape,
-        configs,
+        CONFIGS.values(),
         index_dtype=index_dtype,
         window=window,
         logit_cap=logit_cap,

@@ -14,7 +14,7 @@ from sglang_tiered_kernels.pod_attention.shape import Schedule
 from sglang_tiered_kernels.pod_attention.triton_kernel import merge_kernel, pod_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from sglang_tiered_kernels.pod_attention.heuristics import PodConfig
     from sglang_tiered_kernels.pod_attention.plan import PodPlan
@@ -37,7 +37,7 @@ __all__ = [
 PREFILL, DECODE, BOTH = 1, 2, 3
 # Of ``constants``, those that are the compiler's and not the kernel's.
 COMPILER_OPTIONS = ("num_warps", "enable_fp_fusion")
-_SCHEDULES = {Schedule.TICKET: 0, Schedule.STATIC: 1, Schedule.PERSISTENT: 2}
+_SCHEDULES = {Schedule.TICKET: 0, Schedule.PERSISTENT: 1}
 _LOG2_E = math.log2(math.e)
 # Partial results merged per step.
 _MERGE_BLOCK = 16
@@ -155,7 +155,6 @@ def pod_launch(
             trace=trace is not None,
         )
     partial_out, partial_lse = _partials(plan)
-    counts = roles == BOTH and schedule is not Schedule.STATIC
     arguments = (
         q,
         k_cache,
@@ -164,7 +163,7 @@ def pod_launch(
         q if sinks is None else sinks,
         partial_out,
         partial_lse,
-        plan.counters() if counts else plan.table,
+        plan.counters() if roles == BOTH else plan.table,
         plan.table,
         kv_indptr,
         kv_indices,
@@ -269,7 +268,7 @@ def warm_up(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     shape: PodShape,
-    configs: Sequence[PodConfig],
+    configs: Iterable[PodConfig],
     *,
     index_dtype: torch.dtype,
     window: int,

@@ -234,7 +234,9 @@ def make_plan(
         merges=merges,
         table=_upload((prefill, decode, merges), target),
         split_len=split_len,
-        tickets=heuristics.ticket_ratio(config.tickets, shape, prefill_s, decode_s),
+        tickets=heuristics.ticket_ratio(
+            len(prefill) * shape.num_q_heads, len(decode) * shape.num_kv_heads
+        ),
         prefill_estimate_s=prefill_estimate_s,
         decode_estimate_s=decode_estimate_s,
         fuse=heuristics.worth_fusing(prefill_estimate_s, decode_estimate_s),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["PodShape", "Roles", "Schedule", "Tickets", "supports"]
+__all__ = ["PodShape", "Roles", "Schedule", "supports"]
 
 _HEAD_DIMS = (64, 128)
 _QUERY_DTYPES = (torch.float16, torch.bfloat16)
@@ -30,16 +30,7 @@ class Schedule(enum.Enum):
     """How a fused launch gives tiles to thread blocks."""
 
     TICKET = "ticket"  # a ticket per SM picks the role, so that both roles meet on every SM
-    STATIC = "static"  # roles interleaved over the grid, blind to where a block runs
     PERSISTENT = "persistent"  # as many blocks as fit; each keeps its role until no tile is left
-
-
-class Tickets(enum.Enum):
-    """The ratio in which consecutive tickets of an SM go to prefill and decode tiles."""
-
-    PROPORTIONAL = "proportional"  # of the tile counts: both roles run dry together (the paper's)
-    TIME_WEIGHTED = "time_weighted"  # of the tile times, inverted: equal time on an SM for both
-    EQUAL = "equal"  # one to one
 
 
 @dataclass(frozen=True)

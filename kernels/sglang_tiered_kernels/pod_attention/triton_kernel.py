@@ -150,7 +150,7 @@ def pod_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N_DECODE: tl.constexpr,
     ROLES: tl.constexpr,  # 3 both, 1 prefill, 2 decode
-    SCHEDULE: tl.constexpr,  # 0 ticket, 1 static, 2 persistent
+    SCHEDULE: tl.constexpr,  # 0 ticket, 1 persistent
     WINDOW: tl.constexpr,
     LOGIT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -180,19 +180,6 @@ def pod_kernel(
     if ROLES != 3:
         _run_tile(
             0, tl.program_id(0), tensors, partials, table, trace, num_prefill, decode_offset,
-            scalars, strides, HEADS, BLOCKS, AFFINES, STAGE_PAIR,
-            ROLES, TRACE, FAKE_SMS, OPTIONS,
-        )  # fmt: skip
-    elif SCHEDULE == 1:
-        # Prefill tiles spread evenly over the grid. Products of two counts outgrow int32.
-        block = tl.program_id(0).to(tl.int64)
-        total = num_prefill + num_decode
-        before = (block * num_prefill // total).to(tl.int32)
-        after = ((block + 1) * num_prefill // total).to(tl.int32)
-        role = tl.where(after > before, 0, 1)
-        index = tl.where(role == 0, before, tl.program_id(0) - before)
-        _run_tile(
-            role, index, tensors, partials, table, trace, num_prefill, decode_offset,
             scalars, strides, HEADS, BLOCKS, AFFINES, STAGE_PAIR,
             ROLES, TRACE, FAKE_SMS, OPTIONS,
         )  # fmt: skip

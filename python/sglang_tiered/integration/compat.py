@@ -448,7 +448,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     # The rest of what is hooked.
     "sglang.srt.disaggregation.utils:get_kv_class": ("transfer_backend", "class_type"),
     "sglang.srt.disaggregation.utils:prepare_abort": ("req", "error_message", "status_code"),
-    f"{_DECODE}PreallocQueue.__init__": ("self",),
+    f"{_DECODE}PreallocQueue.__init__": ("self", "scheduler"),
     f"{_DECODE}PreallocQueue._create_receiver_and_enqueue": ("self", "req", "is_rebootstrap"),
     "sglang.srt.disaggregation.prefill:PrefillBootstrapQueue.create_sender": ("self", "req"),
     f"{_UPDATER}.flush_cache_after_weight_update": ("self", "recv_req", "success", "message"),

@@ -30,7 +30,7 @@ all that wants to hear of it, in order. For SGLang 0.5.23.
 | PrefillBootstrapQueue.create_sender, DecodePreallocQueue._create_receiver_and_enqueue | BEFORE | SGLang does not tell the ends of a handoff which adapter and tokens its request has |
 | disaggregation.utils.prepare_abort | BEFORE | a handoff between servers of unequal models is answered with 503, not 500: another pair may serve the request |
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
-| DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows) |
+| DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks, and the queue asks often for its answer. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows). And the manager learns the stream of forwards, which may still write what a room is given |
 | DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | SGLang promises prefill the pages that storage holds before they are loaded, and fails the request when fewer arrive; ``decode_loads`` loads first |
 | Scheduler._prefetch_kvcache | BEFORE | what is noted of a request begins here (``observe.requests``); with priorities, requests and their loads go first that have a higher one, of which SGLang tells the cache nothing; and which requests may be computed in chunks of ours, of which the cache hears nothing |
 | PrefillAdder.{_select_prefill_admission, add_chunked_req} | AROUND | a chunk of a front ends where it is expected to meet its back, which SGLang knows no reason for; and then nobody else may be chunked in the same batch (``cache.yielding``) |
@@ -325,6 +325,7 @@ def _after_decode_queue(_: Any, queue: Any, *__: Any, **___: Any) -> None:
         # SGLang's class must not keep a manager alive whose role was switched, and is looked at
         # again when the next is made.
         client = weakref.proxy(queue.kv_manager.bootstrap_client)
+        queue.kv_manager.forward_stream = queue.scheduler.forward_stream
 
         def ask(bootstrap_addr: str, bootstrap_rooms: list[int]) -> Any:
             return client.replicas_of(bootstrap_addr, bootstrap_rooms)

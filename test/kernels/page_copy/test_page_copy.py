@@ -14,7 +14,6 @@ from interpreted import interpreted
 from sglang_tiered_kernels.page_copy import (
     Band,
     PagedPool,
-    SlabLayout,
     copy_between,
     gather,
     interface,
@@ -23,8 +22,8 @@ from sglang_tiered_kernels.page_copy import (
 )
 
 NUM_SLOTS = 48
-# For one page of 16 slots of ``buffers_of``'s default.
-SLAB = torch.zeros(1, 3, 512, dtype=torch.uint8)
+# For one page of ``pool_of_pages``.
+SLAB = torch.zeros(3, 1, 512, dtype=torch.uint8)
 
 
 def buffers_of(
@@ -41,6 +40,10 @@ def buffers_of(
     ]
 
 
+def pool_of_pages() -> PagedPool:
+    return PagedPool([buffer.view(-1, 512 // 2) for buffer in buffers_of()])
+
+
 def pages_of(pool: PagedPool, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randperm(pool.num_pages, generator=generator)[: pool.num_pages // 2 + 1].to(dtype)
@@ -50,35 +53,32 @@ def check_copies(
     dtype: torch.dtype,
     row: tuple[int, ...],
     page_size: int,
-    layout: SlabLayout,
     index_dtype: torch.dtype = torch.int64,
     shift: int = 0,
     band: Band | None = None,
 ) -> None:
     """Out to a slab and into another pool, against plain indexing. shift: bytes by which the slab
     misses alignment."""
-    buffers = buffers_of(dtype, row)
-    pool = PagedPool(buffers, page_size, band)
+    buffers = [buffer.view(-1, page_size, *row) for buffer in buffers_of(dtype, row)]
+    pool = PagedPool(buffers, band)
     pages = pages_of(pool, index_dtype)
-    shape = pool.slab_shape(len(pages), layout)
+    shape = pool.slab_shape(len(pages))
     memory = torch.full((torch.Size(shape).numel() + shift + 5,), 0xA5, dtype=torch.uint8)
     slab = memory[shift:-5].view(shape)
-    gather(pool, pages, slab, layout)
+    gather(pool, pages, slab)
 
-    raw = [b.view(torch.uint8).view(NUM_SLOTS // page_size, -1) for b in buffers]
+    raw = [b.view(torch.uint8).flatten(1) for b in buffers]
     of_page = torch.ones(raw[0].shape[1], dtype=torch.bool)
     if band is not None:
         of_page.view(-1, band.row_bytes)[:, : band.low] = False
         of_page.view(-1, band.row_bytes)[:, band.high :] = False
     expected = torch.stack([buffer[pages.long()][:, of_page] for buffer in raw])
-    if layout is SlabLayout.PAGE_FIRST:
-        expected = expected.transpose(0, 1)
     assert torch.equal(slab, expected)
     assert (memory[:shift] == 0xA5).all(), "bytes before the slab were written"
     assert (memory[-5:] == 0xA5).all(), "bytes after the slab were written"
 
     others = [torch.full_like(b.view(torch.uint8), 0x5A).view(dtype) for b in buffers]
-    scatter(slab, pages, PagedPool(others, page_size, band), layout)
+    scatter(slab, pages, PagedPool(others, band))
     untouched = torch.ones(NUM_SLOTS // page_size, dtype=torch.bool)
     untouched[pages.long()] = False
     for source, other in zip(raw, others, strict=True):
@@ -107,20 +107,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("layout", list(SlabLayout))
 @pytest.mark.parametrize("name", CASES)
 @interpreted
-def test_the_kernel_copies_bytes_and_only_those(name: str, layout: SlabLayout) -> None:
-    check_copies(layout=layout, **CASES[name])
+def test_the_kernel_copies_bytes_and_only_those(name: str) -> None:
+    check_copies(**CASES[name])
 
 
-@pytest.mark.parametrize("layout", list(SlabLayout))
 @pytest.mark.parametrize("name", CASES)
-def test_a_cpu_copies_bytes_and_only_those(
-    name: str, layout: SlabLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_copies_bytes_and_only_those(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    check_copies(layout=layout, **CASES[name])
+    check_copies(**CASES[name])
 
 
 def check_between(max_blocks: int | None, page_bytes: int = 520) -> None:
@@ -171,7 +167,7 @@ def test_views_that_differ_are_not_copied() -> None:
 
 @interpreted
 def test_no_pages_are_no_launch() -> None:
-    pool = PagedPool(buffers_of(), 16)
+    pool = pool_of_pages()
     none = torch.zeros(0, dtype=torch.int64)
     slab = torch.zeros(pool.slab_shape(0), dtype=torch.uint8)
     gather(pool, none, slab)
@@ -180,7 +176,7 @@ def test_no_pages_are_no_launch() -> None:
 
 def test_a_page_beyond_the_pool_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    pool = PagedPool(buffers_of(), 16)
+    pool = pool_of_pages()
     slab = torch.zeros(pool.slab_shape(1), dtype=torch.uint8)
     for call in (
         lambda: gather(pool, torch.tensor([3]), slab),
@@ -191,27 +187,23 @@ def test_a_page_beyond_the_pool_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("buffers", "page_size", "message"),
+    ("buffers", "message"),
     [
-        ([], 1, "a pool of no buffers"),
-        ([torch.zeros(4, 6).T], 1, r"buffer 0 with shape \[6, 4\] and strides \[1, 6\]"),
-        ([torch.zeros(4, 6), torch.zeros(4, 5)], 1, "buffer 1 has 4 slots in 80 bytes"),
-        ([torch.zeros(4, 6), torch.zeros(6, 4)], 1, "buffer 1 has 6 slots in 96 bytes"),
-        ([torch.zeros(4, 6)], 3, "pages of 3 slots do not divide 4 slots"),
-        ([torch.zeros(4, 6)], 0, "pages of 0 slots"),
+        ([], "a pool of no buffers"),
+        ([torch.zeros(4, 6).T], r"buffer 0 with shape \[6, 4\] and strides \[1, 6\]"),
+        ([torch.zeros(4, 6), torch.zeros(4, 5)], "buffer 1 has 4 pages in 80 bytes"),
+        ([torch.zeros(4, 6), torch.zeros(6, 4)], "buffer 1 has 6 pages in 96 bytes"),
     ],
 )
-def test_buffers_that_are_no_pool_are_refused(
-    buffers: list[torch.Tensor], page_size: int, message: str
-) -> None:
+def test_buffers_that_are_no_pool_are_refused(buffers: list[torch.Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PagedPool(buffers, page_size)
+        PagedPool(buffers)
 
 
 @pytest.mark.parametrize("band", [Band(24, 8, 8), Band(24, 8, 25), Band(20, 0, 4), Band(24, -1, 8)])
 def test_a_band_beyond_its_row_is_refused(band: Band) -> None:
     with pytest.raises(ValueError, match="are no part of pages of 48 bytes"):
-        PagedPool([torch.zeros(4, 6)], 2, band)
+        PagedPool([torch.zeros(2, 12)], band)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +211,9 @@ def test_a_band_beyond_its_row_is_refused(band: Band) -> None:
     [
         (torch.zeros(1, 1).long(), SLAB, r"pages is \[1, 1\] torch.int64"),
         (torch.zeros(1), SLAB, "torch.float32; give one dimension"),
-        (torch.zeros(2).long(), SLAB, r"2 pages need \[2, 3, 512\]"),
-        (torch.zeros(1).long(), SLAB.transpose(0, 1), r"1 pages need \[1, 3, 512\]"),
-        (torch.zeros(1).long(), SLAB.float(), r"\[1, 3, 512\] torch.float32; 1 pages need"),
+        (torch.zeros(2).long(), SLAB, r"2 pages need \[3, 2, 512\]"),
+        (torch.zeros(1).long(), SLAB.transpose(0, 1), r"1 pages need \[3, 1, 512\]"),
+        (torch.zeros(1).long(), SLAB.float(), r"\[3, 1, 512\] torch.float32; 1 pages need"),
         (torch.zeros(1).long(), SLAB.repeat(1, 1, 2)[..., ::2], "uint8, contiguous"),
         (torch.zeros(1).long(), SLAB.to("meta"), "a slab on meta"),
     ],
@@ -229,7 +221,7 @@ def test_a_band_beyond_its_row_is_refused(band: Band) -> None:
 def test_a_slab_that_does_not_fit_is_refused(
     pages: torch.Tensor, slab: torch.Tensor, message: str
 ) -> None:
-    pool = PagedPool(buffers_of(), 16)
+    pool = pool_of_pages()
     with pytest.raises(ValueError, match=message):
         gather(pool, pages, slab)
     with pytest.raises(ValueError, match=message):
@@ -252,24 +244,22 @@ def test_the_kernel_moves_16_bytes_at_a_time(source_paged: bool, target_paged: b
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="no compiler there")
-@pytest.mark.parametrize("layout", list(SlabLayout))
 @pytest.mark.parametrize("band", [None, Band(256, 0, 128), Band(256, 128, 256), Band(256, 3, 8)])
 def test_no_copy_waits_for_a_compiler_once_warm(
-    layout: SlabLayout, band: Band | None, monkeypatch: pytest.MonkeyPatch
+    band: Band | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = compiler_requests(monkeypatch)
     monkeypatch.setattr(interface, "by_kernel", lambda device: True)
-    buffers = buffers_of(torch.bfloat16, (128,))
-    pool = PagedPool(buffers, 16, band)
-    warm_up(pool, layout)
+    pool = PagedPool([b.view(-1, 16, 128) for b in buffers_of(torch.bfloat16, (128,))], band)
+    warm_up(pool)
     warm = {request["key"] for request in requests}
     assert len(warm) == 2, "one for each direction"
     requests.clear()
     for pages in ([0], [2, 0], [1, 0, 2], list(range(3)) * 16):
         numbers = torch.tensor(pages, dtype=torch.int32)
-        slab = torch.zeros(pool.slab_shape(len(pages), layout), dtype=torch.uint8)
-        gather(pool, numbers, slab, layout)
-        scatter(slab, numbers, pool, layout)
+        slab = torch.zeros(pool.slab_shape(len(pages)), dtype=torch.uint8)
+        gather(pool, numbers, slab)
+        scatter(slab, numbers, pool)
     assert {request["key"] for request in requests} == warm
 
 

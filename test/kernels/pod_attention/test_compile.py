@@ -65,7 +65,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pages": {"shape": PodShape(32, 8, 128, 64, torch.bfloat16, torch.bfloat16)},
     "window, cap and sinks": {"window": True, "logit_cap": True, "sinks": True},
     "64-bit slots": {"index64": True, "index_dtype": torch.int64},
-    "static": {"schedule": Schedule.STATIC},
     "traced": {"trace": True},
 }
 

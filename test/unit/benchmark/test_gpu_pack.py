@@ -28,7 +28,7 @@ def carried(tmp_path: Path) -> Path:
     ):
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text("x = 1\n")
-    pack.pack_site(site, folder / "site.tar.xz")
+    pack.pack_site(site, folder / "site.tar.xz", unpack.VERSION)
     return folder
 
 
@@ -36,7 +36,7 @@ def test_what_no_server_imports_stays_away(carried: Path) -> None:
     with tarfile.open(carried / "site.tar.xz") as packed:
         names = packed.getnames()
     assert sorted(names) == [
-        *("IPython/__init__.py", "IPython/display.py", "numpy/__init__.py"),
+        *(".python-version", "IPython/__init__.py", "IPython/display.py", "numpy/__init__.py"),
         *("sglang/srt/rust_extensions/__init__.py", "sglang/srt/utils.py"),
     ]
 
@@ -71,6 +71,14 @@ def test_second_command_finds_what_first_unpacked(carried: Path, tmp_path: Path)
     (site / "numpy" / "kept.py").touch()
     unpacked(carried, place)
     assert (site / "numpy" / "kept.py").exists(), "it was unpacked again"
+
+
+def test_archive_for_another_python_is_refused(tmp_path: Path) -> None:
+    """Its compiled modules fail one by one, far from here."""
+    pack.pack_site(tmp_path / "empty", tmp_path / "site.tar.xz", "3.1")
+    done = ran(sys.executable, SCRIPT, tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(f".xz is for Python 3.1, and this is {unpack.VERSION}.\n")
 
 
 def test_a_list_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

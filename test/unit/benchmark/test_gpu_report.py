@@ -69,7 +69,7 @@ def test_two_commands_leave_time_to_spare() -> None:
         assert f"--seconds {seconds}" in page
     expected = {part.name: part.expected_s for part in PARTS}
     assert all(0 < expected[part.name] <= part.quick_s for part in PARTS)
-    assert sum(expected.values()) - expected["sweep"] <= command.FIRST
+    assert sum(expected.values()) <= command.FIRST
 
 
 def test_parts_share_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_ratios_of_the_kernels_keep_their_spread(tmp_path: Path) -> None:
     report.results = [MixResult(MIXES[0], samples, least_s=1.0)]
     written = json.loads(json.dumps(report.document()))
     part = Part(tmp_path / "figures", rehearse=False, quick=True, folder=tmp_path)
-    save_document(part, written, "pod")
+    save_document(part, written)
     told = [json.loads(line) for line in part.file.read_text().splitlines()]
     ratio = {"name": "pod_fused_over_own_serial", "value": 0.5, "unit": "ratio"}
     assert ratio | {"min": 0.5, "max": 1.0, "n": 3} in told

@@ -26,12 +26,13 @@ from kit.unprivileged import run_unprivileged
 from kit.waiting import finished
 from sglang_tiered import launch_server
 from sglang_tiered.codecs import PageLayout
-from sglang_tiered.config import MiB, NvmeConfig, ObjectConfig, TieredConfig, TierMode
+from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration.hooks import TIERS_INFO
 from sglang_tiered.integration.launch import start
 from sglang_tiered.integration.storage.shards import has_geometry, shard_name
 from sglang_tiered.integration.storage.tiers import open_shard
+from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import directory, format
@@ -493,6 +494,8 @@ ROWS = "--enable-return-routed-experts would answer with rows of other prompts"
         ("--use-ray --enable-return-routed-experts", ROWS),
         ("--hicache-mem-layout page_head", "--hicache-mem-layout page_head needs sgl_kernel"),
         ("--hicache-mem-layout page_first_kv_split", "page_first_kv_split needs sgl_kernel"),
+        ("--attention-backend fa3", "--attention-backend fa3 needs compiled.* or torch_native"),
+        ("--decode-attention-backend triton", "--decode-attention-backend triton needs compiled"),
         ("--tp 2 --attn-dp-size 2", "--attn-dp-size 2 needs a GPU"),
         ("--tp 2 --dp-size 2 --enable-dp-attention", "--attn-dp-size 2 needs a GPU"),
     ],

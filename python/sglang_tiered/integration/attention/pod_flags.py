@@ -52,8 +52,8 @@ def check_arguments(explicit: Mapping[str, Any], page_size: int) -> None:
     ):
         raise ConfigError(
             f"{named[0]} pod has no draft backend for --speculative-algorithm "
-            f"{explicit['speculative_algorithm']}, which also turns mixed batches off; drop one of "
-            "them, or pass --speculative-draft-attention-backend triton."
+            f"{explicit['speculative_algorithm']}; drop one of them, or pass "
+            "--speculative-draft-attention-backend triton."
         )
     chunk = explicit.get("chunked_prefill_size")
     if not explicit.get("enable_mixed_chunk") or chunk is None:

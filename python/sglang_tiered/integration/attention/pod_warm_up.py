@@ -37,10 +37,11 @@ def compile_kernels(backend: PodAttention, model: torch.nn.Module, dtype: torch.
     on disk. A failure is logged, not raised: the kernels are then compiled when they are needed.
     """
     kinds: set[Any] = set()
-    try:
-        for layer, sinks in layers_of(model):
-            if backend.refuses(layer):
-                continue
+    failures: list[Exception] = []
+    for layer, sinks in layers_of(model):
+        if backend.refuses(layer):
+            continue
+        try:
             shape, window = backend.shape_of(layer, dtype), backend.window_of(layer)
             kind = (shape, window >= 0, layer.logit_cap > 0, None if sinks is None else sinks.dtype)
             if kind in kinds or supports(shape, backend.device) is not None:
@@ -56,9 +57,14 @@ def compile_kernels(backend: PodAttention, model: torch.nn.Module, dtype: torch.
                 logit_cap=layer.logit_cap,
                 sinks=sinks,
             )
-    except Exception:
-        # A server must start whatever a model's layers look like.
-        logger.exception(
-            "internal error while compiling the POD kernels; they are compiled at their first use"
+        except Exception as error:
+            # A server must start whatever a model's layers look like.
+            failures.append(error)
+    if failures:
+        logger.error(
+            "internal error while compiling the POD kernels of %d layers, which are compiled at "
+            "their first use",
+            len(failures),
+            exc_info=failures[0],
         )
     return len(kinds)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ReferenceCpuPlatform",
+    "check_backends",
     "copy_directly",
     "cores_per_rank",
     "page_ids",
@@ -85,6 +86,7 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         # the platform for its default.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = self.get_default_attention_backend()
+        check_backends(server_args, ("reference", "pod", "torch_native"))
         copy_directly(server_args)
         num_ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
         if num_ranks > 1:
@@ -92,6 +94,18 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def get_default_attention_backend(self) -> str:
         return "reference"
+
+
+def check_backends(server_args: Any, attention: tuple[str, ...]) -> None:
+    """Raises ``ConfigError`` for a backend that SGLang would find missing once weights are loaded.
+    ``attention``: those that run here."""
+    known = {f"{phase}attention_backend": attention for phase in ("", "prefill_", "decode_")}
+    for name, names in (*known.items(), ("sampling_backend", ("pytorch",))):
+        if (chosen := getattr(server_args, name)) not in (None, *names):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {chosen} needs compiled kernels, which are not used "
+                f"here; pass {' or '.join(names)}."
+            )
 
 
 def copy_directly(server_args: Any) -> None:

@@ -26,8 +26,11 @@ _PR_SET_PDEATHSIG = 1
 _forking_pid = 0
 
 
-def fork_from_here() -> None:
-    """SGLang's processes may be forks of this one. Called by the launcher, before SGLang starts."""
+def fork_from_here(device: str) -> None:
+    """SGLang's processes may be forks of this one, on a CPU. On other devices what it forks itself
+    stays as it is. Called by the launcher, before SGLang starts."""
+    if device != "cpu":
+        return
     global _forking_pid  # noqa: PLW0603 - a hook has no other way to know
     _forking_pid = os.getpid()
     util.register_after_fork(multiprocessing, _be_as_spawned)

@@ -16,6 +16,10 @@ What is changed, and why:
    they were most of a forward's launches, and the host could not keep up.
 5. ``SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND`` is ``python`` unless it is set: the compiled tree is
    built against the insides of SGLang's own torch, and took int64 for uint8 beside torch 2.11.
+6. ``SGLANG_ENABLE_WAR_BARRIER`` is on unless it is set: the scheduler must not write what a forward
+   under way still reads. SGLang's own default asks ``is_cuda``.
+7. ``_is_cuda`` of ``pool_host.base``, which only decides whether the end of a host pool unregisters
+   its memory.
 """
 
 from __future__ import annotations
@@ -30,9 +34,8 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_tiered.errors import ConfigError
 
-__all__ = ["ATTENTION_BACKENDS", "NativeCudaPlatform", "hide_cuda", "prepare"]
+__all__ = ["NativeCudaPlatform", "hide_cuda", "prepare"]
 
-ATTENTION_BACKENDS = ("triton", "pod")
 DISPATCH_KEY = "cuda_native"
 
 _hidden: list[str] = []
@@ -47,20 +50,15 @@ class NativeCudaPlatform(CudaDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Raises ``ConfigError`` for what needs kernels that are not there."""
-        from sglang_tiered.integration.cpu.platform import copy_directly
+        from sglang_tiered.integration.cpu.platform import check_backends, copy_directly
 
         if server_args.speculative_algorithm is not None:
             raise ConfigError(
                 f"--speculative-algorithm {server_args.speculative_algorithm} needs sgl_kernel, "
                 "which is not installed; drop it."
             )
-        chosen = server_args.attention_backend
-        if chosen not in (None, *ATTENTION_BACKENDS):
-            raise ConfigError(
-                f"--attention-backend {chosen} needs sgl_kernel, which is not installed; pass "
-                f"{' or '.join(ATTENTION_BACKENDS)}."
-            )
-        if chosen is None:
+        check_backends(server_args, ("triton", "pod"))
+        if server_args.attention_backend is None:
             server_args.attention_backend = self.get_default_attention_backend()
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
@@ -89,7 +87,7 @@ def hide_cuda() -> None:
 
 def prepare() -> None:
     """Let this process serve with the platform, once SGLang is imported. Idempotent."""
-    from sglang.srt.mem_cache.pool_host import dsa, mamba, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, dsa, mamba, mha, mla
     from sglang.srt.utils import is_cuda
 
     from sglang_tiered.integration.cuda_native import host_copies, layers
@@ -99,6 +97,8 @@ def prepare() -> None:
     if _hidden:
         torch.version.cuda = _hidden.pop()
     os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
+    os.environ.setdefault("SGLANG_ENABLE_WAR_BARRIER", "1")
+    base._is_cuda = True  # noqa: SLF001
     for module in (mha, mla, mamba, dsa):
         for name in host_copies.__all__:
             setattr(module, name, getattr(host_copies, name))

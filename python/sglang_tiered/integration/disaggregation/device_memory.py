@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sglang_tiered_kernels.page_copy import Band, PagedPool, SlabLayout, gather, scatter, warm_up
+from sglang_tiered_kernels.page_copy import Band, PagedPool, gather, scatter, warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from sglang_tiered.transfer.memory import Buffer, Bytes, Pages, SlabPiece, TokenSlice
 
-__all__ = ["DeviceMemory", "are_done"]
+__all__ = ["DeviceMemory", "are_done", "writes_so_far"]
 
 MAX_POOLS = 4096
 """Tables of addresses that are kept: one for each place in a page where slabs are cut."""
@@ -51,6 +51,13 @@ def are_done(*events: Any) -> Callable[[], bool] | None:
     """What says, on any thread, whether the events have happened; None where there are none."""
     queries = [event.query for event in events if event is not None]
     return (lambda: all(query() for query in queries)) if queries else None
+
+
+def writes_so_far(forward_stream: Any) -> list[Any]:
+    """Events after which the device has done what the scheduler had queued. A forward under way
+    still writes for a request that has ended, into a page that is free and may be a room's."""
+    module: Any = torch.get_device_module()
+    return [stream.record_event() for stream in (forward_stream, module.current_stream())]
 
 
 @dataclass(eq=False, slots=True)
@@ -93,7 +100,7 @@ class DeviceMemory:
         for page_bytes, index in first.items():
             for part in (None, *shares):
                 if part is None or page_bytes % part.token_bytes == 0:
-                    warm_up(self._pool((index,), part), SlabLayout.BUFFER_FIRST)
+                    warm_up(self._pool((index,), part))
 
     def enter_thread(self) -> None:
         """Make the rank's device the thread's own: a thread begins on device 0, where it would open
@@ -125,7 +132,7 @@ class DeviceMemory:
                 self._computing.wait_event(slab.copied_out)
             slab.memory = self._at_least(slab.memory, out.nbytes)
             for pool, part in self._parts(pieces, len(placed), slab.memory):
-                gather(pool, placed, part, SlabLayout.BUFFER_FIRST)
+                gather(pool, placed, part)
             gathered = self._recorded(self._computing)
         with self._module.stream(self._copying):
             self._copying.wait_event(gathered)
@@ -135,7 +142,9 @@ class DeviceMemory:
         wait: Callable[[], None] = copied.synchronize
         return wait
 
-    def scatter_slab(self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes) -> None:
+    def scatter_slab(
+        self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes, after: Sequence[Any] = ()
+    ) -> None:
         """Waits until the pages are there, so that a closed room is not written any more. The
         numbers go over in one copy with the bytes."""
         start = -(-data.nbytes // ALIGNMENT) * ALIGNMENT
@@ -148,8 +157,10 @@ class DeviceMemory:
             staged[start:].view(torch.int32).numpy()[:] = pages
             slab = staged.to(self._device, non_blocking=True)
             placed = slab[start:].view(torch.int32)
+            for event in after:
+                self._computing.wait_event(event)
             for pool, part in self._parts(pieces, len(pages), slab):
-                scatter(part, placed, pool, SlabLayout.BUFFER_FIRST)
+                scatter(part, placed, pool)
         self.flush()
 
     def flush(self) -> None:
@@ -168,7 +179,7 @@ class DeviceMemory:
         start = 0
         for (_, _, part), alike in groupby(pieces, kind):
             pool = self._pool(tuple(piece.buffer for piece in alike), part)
-            shape = pool.slab_shape(num_pages, SlabLayout.BUFFER_FIRST)
+            shape = pool.slab_shape(num_pages)
             size = math.prod(shape)
             yield pool, slab[start : start + size].view(shape)
             start += size
@@ -179,7 +190,7 @@ class DeviceMemory:
             if len(self._pools) == MAX_POOLS:
                 self._pools.clear()
             band = None if part is None else Band(part.token_bytes, part.low, part.high)
-            pool = PagedPool([self._views[index] for index in buffers], 1, band)
+            pool = PagedPool([self._views[index] for index in buffers], band)
             self._pools[buffers, part] = pool
         return pool
 

@@ -41,14 +41,13 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
     is_wildcard,
     shown_server,
 )
-from sglang_tiered.integration.disaggregation.device_memory import are_done
+from sglang_tiered.integration.disaggregation.device_memory import are_done, writes_so_far
 from sglang_tiered.integration.disaggregation.request_rooms import NUM_ROOMS
 from sglang_tiered.transfer.addresses import check_is_allowed
 from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, DecodeTarget
 from sglang_tiered.transfer.messages import CHANGED, NOTHING_MORE, Asked
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 from sglang_tiered.transfer.prefill.send_queue import Chunk
-from sglang_tiered.transfer.settings import TransferSettings
 from sglang_tiered.wire.keys import Keys, load_keys
 
 if TYPE_CHECKING:
@@ -228,17 +227,6 @@ class KVManagerRole:
     def _of_rank(self) -> Any:
         return kv_pools.at_rank(self._layout, self.attn_tp_rank, self.attn_tp_size)
 
-    def _settings(self) -> TransferSettings:
-        chosen = self._transfer
-        return TransferSettings(
-            peer_timeout_s=chosen.peer_timeout_s,
-            window_bytes=chosen.window_bytes,
-            num_connections=chosen.num_connections,
-            same_host=chosen.same_host,
-            encrypt_data=chosen.encrypt_data,
-            allowed_networks=chosen.allowed_networks,
-        )
-
     def _keys(self, role: str) -> Keys | None:
         directory: Path | None = self._transfer.keys_path
         return None if directory is None else load_keys(directory, role)
@@ -277,7 +265,7 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
             memories=self._memories,
             rank=self._prefill_unique_rank(),
             listener=self,
-            settings=self._settings(),
+            settings=self._transfer,
             keys=keys,
             on_tick=self._on_tick,
         )
@@ -339,6 +327,7 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
 
     endpoint: DecodeEndpoint
     _prefill_recompute_executor: Any  # SGLang's, once a request was computed again
+    forward_stream: Any  # the scheduler's
 
     def __init__(self, handoffs: Handoffs, *of_sglang: Any) -> None:
         super().__init__(handoffs, *of_sglang)
@@ -348,7 +337,7 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
             layout=self._of_rank(),
             memories=self._memories,
             listener=self,
-            settings=self._settings(),
+            settings=self._transfer,
             keys=self._keys("decode"),
             on_tick=self._on_tick,
         )
@@ -467,10 +456,8 @@ class ZmqKVSender(_HandoffEnd, CommonKVSender):  # type: ignore[misc]
         self.bootstrap_room = next(_NO_ROOMS)
 
     def failure_exception(self) -> None:
-        reason = self.kv_mgr.failure_records.get(self.bootstrap_room)
-        self.kv_mgr.endpoint.fail_room(
-            self.bootstrap_room, reason or "the request failed on prefill"
-        )
+        room, reason = self.bootstrap_room, "the request failed on prefill"
+        self.kv_mgr.endpoint.fail_room(room, self.kv_mgr.failure_records.get(room, reason))
         super().failure_exception()
 
     def clear(self) -> None:
@@ -512,9 +499,8 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
         if self.bootstrap_infos is None:
             self._fail(f"the prefill server at {self.bootstrap_addr} is unknown")
             return
-        memory = None
-        if destination == KVTransferDestination.HOST:
-            memory = self.kv_mgr.host_memory
+        to_host = destination == KVTransferDestination.HOST
+        memory = self.kv_mgr.host_memory if to_host else None
         rows = [None if rows is None else kv_pools.copied(rows) for rows in state_indices or ()]
         try:
             self.kv_mgr.endpoint.open_room(
@@ -527,6 +513,7 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
                 num_receivers=self.required_dst_info_num,
                 memory=memory,
                 asked=self.asked,
+                after=writes_so_far(self.kv_mgr.forward_stream),
             )
         except TransferError as error:
             self._fail(str(error))

@@ -20,7 +20,6 @@ from sglang_tiered.config import (
     MIN_REGIONS,
     GiB,
     NvmeConfig,
-    ObjectConfig,
     TieredConfig,
     TierMode,
     cache_directory,
@@ -41,7 +40,7 @@ from sglang_tiered.integration.launch.transfer_flags import (
 )
 from sglang_tiered.integration.names import CACHE_BACKEND
 from sglang_tiered.integration.storage.shards import sizes_of
-from sglang_tiered.integration.storage.tiers import rank_settings
+from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.request_log import RequestLogConfig
 from sglang_tiered.storage.filesystem import MEMORY_FILESYSTEMS, filesystem_type
 from sglang_tiered.storage.region.directory import max_regions
@@ -361,7 +360,6 @@ def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
         return None
     require("--tier-object-url", "obstore")
     config = ObjectConfig(**values_of(ObjectConfig, explicit))
-    rank_settings(config, num_ranks=1)
     if config.url.startswith("s3://"):
         _check_encryption(os.environ)
     return config

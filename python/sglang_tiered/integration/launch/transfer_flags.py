@@ -48,6 +48,10 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
     if "allowed_networks" in values:
         values["allowed_networks"] = parse_networks("--transfer-allow", values["allowed_networks"])
     config = TransferConfig(**values)
+    if config.encrypt_data and config.keys_directory is None:
+        raise ConfigError(
+            "--transfer-encrypt all needs --transfer-keys; make keys with sglang-tiered keygen."
+        )
     sums = "disaggregation_enable_kv_checksum"
     if config.codec in LOSSY_CODEC_NAMES and explicit.get(sums):
         raise ConfigError(

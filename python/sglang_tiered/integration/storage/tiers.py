@@ -14,7 +14,6 @@ from sglang_tiered.codecs import LOSSY_CODEC_NAMES
 from sglang_tiered.config import (
     MIN_REGIONS,
     MIN_REGIONS_PER_DAY,
-    ObjectConfig,
     format_bytes,
 )
 from sglang_tiered.errors import ConfigError, StoreLockedError
@@ -22,7 +21,6 @@ from sglang_tiered.integration.identity.namespace_search import recall_namespace
 from sglang_tiered.integration.storage.machine_budget import MachineBudget
 from sglang_tiered.integration.storage.shards import is_of_other_sharing, num_replicas, shard_name
 from sglang_tiered.storage.base import Tier
-from sglang_tiered.storage.bucket.settings import BucketSettings
 from sglang_tiered.storage.encoding import PageEncoding
 from sglang_tiered.storage.region.directory import remove_shards, shard_path
 from sglang_tiered.storage.region.engine import DEFAULT_QUEUED_STORE_BYTES, RegionEngine
@@ -47,11 +45,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "lossy_codec",
-    "object_settings",
     "open_remote_tiers",
     "open_shard",
     "peer_settings",
-    "rank_settings",
 ]
 
 logger = logging.getLogger(__name__)
@@ -213,16 +209,14 @@ def open_remote_tiers(
 def _open_object_tier(
     config: TieredConfig, namespace: bytes, encoding: PageEncoding | None
 ) -> BucketEngine | None:
-    settings = object_settings(config)
-    if settings is None or config.object is None:
+    bucket = config.object_of_rank
+    if bucket is None:
         return None
     # Imported late: without an object tier its libraries are not needed.
     from sglang_tiered.storage.bucket import BucketEngine
 
-    engine = BucketEngine(settings, namespace=namespace, encoding=encoding)
-    logger.info(
-        "object tier open at %s: namespace %s", config.object.shown_url, namespace.hex()[:16]
-    )
+    engine = BucketEngine(bucket, namespace=namespace, encoding=encoding)
+    logger.info("object tier open at %s: namespace %s", bucket.shown_url, namespace.hex()[:16])
     return engine
 
 
@@ -251,26 +245,6 @@ def lossy_codec(config: TieredConfig) -> str | None:
     if config.nvme is None or config.nvme.codec not in LOSSY_CODEC_NAMES:
         return None
     return config.nvme.codec
-
-
-def object_settings(config: TieredConfig) -> BucketSettings | None:
-    """Return the settings of one rank: its own namespace in the bucket, its share of all limits."""
-    return None if config.object is None else rank_settings(config.object, config.num_ranks)
-
-
-def rank_settings(config: ObjectConfig, num_ranks: int) -> BucketSettings:
-    """Return the share of one rank in the bucket and in all limits."""
-
-    def share(value: int | None) -> int | None:
-        return None if value is None else max(1, value // num_ranks)
-
-    return BucketSettings(
-        url=config.url,
-        capacity_bytes=max(1, config.capacity_bytes // num_ranks),
-        ttl_s=config.ttl_s,
-        writes_per_day=share(config.writes_per_day),
-        requests_per_day=share(config.requests_per_day),
-    )
 
 
 def peer_settings(

@@ -4,6 +4,5 @@ flow and what happens when something fails."""
 from __future__ import annotations
 
 from sglang_tiered.storage.bucket.engine import BucketEngine
-from sglang_tiered.storage.bucket.settings import BucketSettings
 
-__all__ = ["BucketEngine", "BucketSettings"]
+__all__ = ["BucketEngine"]

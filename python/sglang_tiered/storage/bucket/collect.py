@@ -233,11 +233,8 @@ class _CollectorRun:
     def _records(self) -> list[Record]:
         """Learn what was erased. What cannot be read says nothing of what to delete."""
         records = all_records(self._requests)
-        for record in records:
-            if record.what is None:
-                self.report.num_unreadable += 1
-            else:
-                self._erased.add(record)
+        self.report.num_unreadable += sum(record.what is None for record in records)
+        self._erased = BucketErasures.of(records)
         return records
 
     def _look_at_pins(self) -> None:

@@ -8,7 +8,6 @@ one collects. What they share, and its one lock, is in ``state``.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from concurrent.futures import wait
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
+    from sglang_tiered.object_config import ObjectConfig
     from sglang_tiered.storage.base import (
         Erasure,
         Job,
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
         TenantUsage,
     )
     from sglang_tiered.storage.bucket.names import PageName
-    from sglang_tiered.storage.bucket.settings import BucketSettings
     from sglang_tiered.storage.encoding import PageEncoding
 
 __all__ = ["BucketEngine", "BucketStats"]
@@ -95,7 +94,7 @@ class BucketEngine(TierEngine):
 
     def __init__(
         self,
-        settings: BucketSettings,
+        settings: ObjectConfig,
         *,
         namespace: bytes,
         encoding: PageEncoding | None = None,
@@ -105,7 +104,9 @@ class BucketEngine(TierEngine):
         _check(namespace)
         self._settings = settings
         self._breaker = breaker = Breaker(clock, name=settings.url, on_open=self._wake_discovery)
-        self._requests = requests = Requests(settings, on_outcome=breaker.note)
+        self._requests = requests = Requests(
+            settings.url, timeout_s=settings.request_timeout_s, on_outcome=breaker.note
+        )
         self._state = state = BucketState(settings, namespace, encoding, clock, wall_clock)
         self._transfers = transfers = Transfers(state, requests, breaker)
         self._collector: Collector | None = None
@@ -133,7 +134,7 @@ class BucketEngine(TierEngine):
         By requests of its own, whose failures are not those of loads."""
         settings = self._settings
         self._collector = Collector(
-            Requests(settings),
+            Requests(settings.url, timeout_s=settings.request_timeout_s),
             CollectorSettings(capacity_bytes=settings.capacity_bytes, ttl_s=settings.ttl_s),
         )
 
@@ -340,8 +341,7 @@ class BucketEngine(TierEngine):
         return sorted(usage, key=lambda entry: -entry.physical_bytes)[:limit]
 
     def stats(self) -> TierStats:
-        """``capacity_bytes`` is huge without a cap."""
-        state, capacity = self._state, self._settings.capacity_bytes
+        state = self._state
         health, reason = self._diagnosis()
         with state.lock:
             index = state.index
@@ -351,7 +351,7 @@ class BucketEngine(TierEngine):
                 num_pages=index.num_pages,
                 stored_bytes=index.stored_bytes,
                 physical_bytes=index.stored_bytes,
-                capacity_bytes=sys.maxsize if capacity is None else capacity,
+                capacity_bytes=self._settings.capacity_bytes,
                 num_pages_stored=state.num_pages_stored,
                 num_pages_loaded=state.num_pages_loaded,
                 num_pages_evicted=index.num_pages_evicted,

@@ -34,7 +34,7 @@ from sglang_tiered.storage.bucket.names import ERASED, NAMESPACE_BYTES
 from sglang_tiered.storage.bucket.requests import BucketError, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -354,6 +354,15 @@ class BucketErasures:
         self._recorded = _StampBounds()
         self._told = _StampBounds()
         self._floor = 0
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> BucketErasures:
+        """Return what these say, but for those that cannot be read."""
+        erased = cls()
+        for record in records:
+            if record.what is not None:
+                erased.add(record)
+        return erased
 
     def add(self, record: Record) -> None:
         self.top = max(self.top, record.number)

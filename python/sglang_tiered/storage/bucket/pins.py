@@ -14,7 +14,6 @@ import msgspec
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.base import KEY_BYTES, PinInfo
-from sglang_tiered.storage.bucket.requests import BucketError, Failure
 from sglang_tiered.storage.promises import keep
 from sglang_tiered.storage.region.pins import MAX_PIN_BYTES, Pin, PinBook
 
@@ -81,15 +80,9 @@ def unpack_pin(data: bytes) -> tuple[Pin, int] | None:
 def read_pin(requests: Requests, layout: Layout, listed: Listed) -> tuple[Pin, int] | None:
     """Return a pin and its stamp; None where it is gone or does not verify. A file that is not at
     the path of its pin's name, as one still being written, is none. Raises ``BucketError``."""
-    if listed.size > MAX_PIN_BYTES:
-        return None
-    try:
-        found = unpack_pin(bytes(requests.get(listed.path, max(listed.size, 1))))
-        return found if found and listed.path == layout.pin(found[0].name) else None
-    except BucketError as error:
-        if error.failure in (Failure.NOT_FOUND, Failure.BAD_RANGE):
-            return None
-        raise
+    data = requests.whole(listed) if listed.size <= MAX_PIN_BYTES else None
+    found = unpack_pin(bytes(data)) if data else None
+    return found if found and listed.path == layout.pin(found[0].name) else None
 
 
 def write_changed(

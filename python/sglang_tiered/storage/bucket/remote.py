@@ -32,7 +32,6 @@ except ImportError:  # the tier is optional: only opening it asks for the librar
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sglang_tiered.storage.bucket.settings import BucketSettings
 
 __all__ = ["REMOTE", "Remote", "require_library"]
 
@@ -68,16 +67,16 @@ class Remote:
     """The objects under a URL. Thread-safe. Opening touches nothing; it raises ``ConfigError`` for
     what in the environment is invalid. Everything else raises the library's own errors."""
 
-    def __init__(self, settings: BucketSettings) -> None:
-        scheme = urlsplit(settings.url).scheme
-        self._timeout_s = settings.request_timeout_s
+    def __init__(self, url: str, timeout_s: float) -> None:
+        scheme = urlsplit(url).scheme
+        self._timeout_s = timeout_s
         self.deletes_in_bulk = _OWNERS.get(scheme) == "AWS"
         self._store: Any
         if scheme == "memory":
             with _memory_lock:
-                self._store = _memory_stores.setdefault(settings.url, obstore_stores.MemoryStore())
+                self._store = _memory_stores.setdefault(url, obstore_stores.MemoryStore())
         else:
-            self._store = _open(settings, _OWNERS.get(scheme, "AZURE"))
+            self._store = _open(url, _OWNERS.get(scheme, "AZURE"), timeout_s)
 
     def read(self, path: str, nbytes: int, into: memoryview | None = None) -> memoryview:
         """Return the first bytes of an object, in memory of the library's own."""
@@ -139,8 +138,8 @@ class Remote:
                 raise OSError(f"status code: {error.code}") from None  # without the signed URL
 
 
-def _open(settings: BucketSettings, owner: str) -> Any:
-    timeout = timedelta(seconds=settings.request_timeout_s)
+def _open(url: str, owner: str, timeout_s: float) -> Any:
+    timeout = timedelta(seconds=timeout_s)
     client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
     # Options given here take the place of those that the library finds in the environment.
     client["allow_http"] = os.environ.get(f"{owner}_ALLOW_HTTP", "").lower() in _YES
@@ -153,11 +152,11 @@ def _open(settings: BucketSettings, owner: str) -> Any:
     retry: dict[str, Any] = {**_RETRIES, "retry_timeout": timeout}
     try:
         options: dict[str, Any] = {"client_options": client, "retry_config": retry}
-        return obstore_stores.from_url(settings.url, **options)
+        return obstore_stores.from_url(url, **options)
     except Exception as error:
         # Its text may repeat what is in the environment.
         raise ConfigError(
-            f"{settings.url} cannot be opened as an object store ({type(error).__name__}): check "
+            f"{url} cannot be opened as an object store ({type(error).__name__}): check "
             "the URL and the variables in the environment that configure it"
         ) from None
 

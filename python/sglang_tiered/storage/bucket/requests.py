@@ -25,7 +25,6 @@ from sglang_tiered.storage.workers import call_each
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from sglang_tiered.storage.bucket.settings import BucketSettings
 
 __all__ = ["Failure", "BucketError", "Requests", "explain"]
 
@@ -98,12 +97,12 @@ def explain(error: BaseException, kind: str) -> BucketError:
     return said(Failure.UNAVAILABLE, f"failed ({name})")
 
 
-def _open(settings: BucketSettings) -> Directory | Remote:
+def _open(url: str, timeout_s: float) -> Directory | Remote:
     """Open what a URL names, touching nothing but a directory. Raises ``ConfigError`` if it is
     invalid, or without obstore."""
     require_library()
     try:
-        parts = urlsplit(settings.url)
+        parts = urlsplit(url)
         is_bare = not (parts.username or parts.password or parts.query or parts.fragment)
     except ValueError:
         raise ConfigError("the URL of the object tier is not one") from None
@@ -113,22 +112,23 @@ def _open(settings: BucketSettings) -> Directory | Remote:
             "credentials come from the environment"
         )
     if parts.scheme == "memory" or (parts.scheme in REMOTE and parts.netloc):
-        return Remote(settings)
+        return Remote(url, timeout_s)
     if parts.scheme != "file":
         raise ConfigError(
-            f"{settings.url} is not a place for the object tier: pass s3://bucket/prefix, gs://, "
+            f"{url} is not a place for the object tier: pass s3://bucket/prefix, gs://, "
             "az:// or the file URL of a directory"
         )
     directory = Path(unquote(parts.path))
     if parts.netloc not in ("", "localhost") or not directory.is_absolute():
-        raise ConfigError(f"{settings.url} must be a file URL of an absolute path")
+        raise ConfigError(f"{url} must be a file URL of an absolute path")
     with contextlib.suppress(OSError):  # one that is not there may come yet
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return Directory(directory)
 
 
 class Requests:
-    """Blocking requests under one prefix; thread-safe. Every method raises ``BucketError``, and
+    """Blocking requests under one prefix: ``s3://bucket/prefix``, ``gs://``, ``az://``, the file
+    URL of a directory, or ``memory://name``. Thread-safe. Every method raises ``BucketError``, and
     each does from ``close`` on, so whatever asks again and again ends.
 
     ``on_outcome`` is called after every request that reads: with None when it was answered, else
@@ -138,11 +138,12 @@ class Requests:
 
     def __init__(
         self,
-        settings: BucketSettings,
+        url: str,
         *,
+        timeout_s: float = 10.0,
         on_outcome: Callable[[BucketError | None], None] = lambda _: None,
     ) -> None:
-        self._place = _open(settings)
+        self._place = _open(url, timeout_s)
         self._on_outcome = on_outcome
         self._closed = False
         self._lock = threading.Lock()
@@ -194,6 +195,17 @@ class Requests:
         with self._lock:
             self.bytes_in += len(data)
         return data
+
+    def whole(self, listed: Listed) -> memoryview | None:
+        """Return an object that was listed; None where it is gone."""
+        try:
+            return self.get(listed.path, max(listed.size, 1))
+        except BucketError as error:
+            if error.failure is Failure.BAD_RANGE:
+                return memoryview(b"")
+            if error.failure is not Failure.NOT_FOUND:
+                raise
+            return None
 
     def open_cached(self, path: str) -> int | None:
         """Open a directory's file, which may wait for storage; None for anything amiss."""

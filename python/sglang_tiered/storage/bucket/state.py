@@ -20,10 +20,10 @@ from sglang_tiered.storage.promises import Promises
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from sglang_tiered.object_config import ObjectConfig
     from sglang_tiered.storage.base import Job, Page
     from sglang_tiered.storage.bucket.erased import Record
     from sglang_tiered.storage.bucket.names import PageName
-    from sglang_tiered.storage.bucket.settings import BucketSettings
     from sglang_tiered.storage.encoding import PageEncoding
 
 __all__ = [
@@ -127,7 +127,7 @@ class BucketState:
 
     def __init__(
         self,
-        settings: BucketSettings,
+        settings: ObjectConfig,
         namespace: bytes,
         encoding: PageEncoding | None,
         clock: Callable[[], float],

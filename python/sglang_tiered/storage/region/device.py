@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
+import stat
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Device",
     "FileDevice",
+    "FileReader",
     "Files",
     "aligned_buffer",
     "batches",
@@ -52,6 +55,12 @@ logger = logging.getLogger(__name__)
 _BOUNCE_BYTES = 1 << 20
 _IOV_MAX = 1024
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
@@ -151,21 +160,84 @@ class Device(Files):
         """Return how many bytes an unprivileged process could still write to this filesystem."""
 
 
-class FileDevice(Device):
-    """Region files in a local directory, mode 0600, which is the same one wherever it is moved.
+class FileReader(Files):
+    """Files in a local directory, which is the same one wherever it is moved, for who looks beside
+    its owner: into aligned memory, past the page cache, or what was read is dropped from that."""
+
+    _access = os.O_RDONLY
+
+    def __init__(self, directory: Path, *, lock: int | None = None) -> None:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        name = directory if lock is None else "."
+        self._fd = os.open(name, flags, dir_fd=lock)
+        self._closing = weakref.finalize(self, os.close, self._fd)
+        self.direct = bool(_DIRECT)
+
+    def release(self) -> None:
+        """Close the directory; every later call for a name raises ``OSError``. Idempotent."""
+        self._fd = -1
+        self._closing()
+
+    def _open(self, name: str, flags: int) -> int:
+        flags |= self._access | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self._fd)
+
+    def status(self, name: str) -> os.stat_result:
+        return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+
+    def list_names(self) -> list[str]:
+        return os.listdir(self._fd)
+
+    def open(self, name: str) -> int:
+        mode = self.status(name).st_mode
+        if not stat.S_ISREG(mode):  # asked first: opening some device nodes does something
+            kind = _KINDS.get(stat.S_IFMT(mode), "a device node")
+            raise OSError(errno.ENXIO, f"{kind}, not a regular file")
+        try:
+            fd = self._open(name, (_DIRECT if self.direct else 0) | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.EINVAL or self._access != os.O_RDONLY:
+                raise
+            self.direct = False
+            fd = self._open(name, os.O_NONBLOCK)
+        return regular(fd, name)
+
+    def readv(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+        try:
+            done = os.preadv(fd, segments, offset)
+        except OSError as error:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & _DIRECT:
+                raise
+            # Some filesystems open with O_DIRECT and refuse it only now.
+            self.direct = False
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_DIRECT)
+            done = os.preadv(fd, segments, offset)
+        if not self.direct and done:
+            os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
+        return done
+
+    def read_file(self, name: str) -> bytes:
+        return read_small_file(name, self._fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+
+class FileDevice(FileReader, Device):
+    """Region files, mode 0600, for their owner.
 
     ``direct=None`` probes ``O_DIRECT``; ``False`` forces buffered I/O. The mode is logged once.
     ``lock`` is the descriptor of the directory as it was locked, which stays the caller's; without
     it the directory is opened by its name.
     """
 
+    _access = os.O_RDWR
+
     def __init__(
         self, directory: Path, *, direct: bool | None = None, lock: int | None = None
     ) -> None:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        name = directory if lock is None else "."
-        self._fd = os.open(name, flags, dir_fd=lock)
-        self._closing = weakref.finalize(self, os.close, self._fd)
+        super().__init__(directory, lock=lock)
         self._directory = directory  # for the log
         self._syncs_names = True
         self._bounce = threading.local()
@@ -177,11 +249,6 @@ class FileDevice(Device):
             else "buffered I/O"
         )
         logger.info("%s uses %s", directory, mode)
-
-    def release(self) -> None:
-        """Close the directory; every later call for a name raises ``OSError``. Idempotent."""
-        self._fd = -1
-        self._closing()
 
     def _probe(self) -> int:
         """Return the alignment of memory that direct I/O needs here; 1 when it is refused.
@@ -211,13 +278,6 @@ class FileDevice(Device):
         finally:
             os.close(fd)
 
-    def _open(self, name: str, flags: int) -> int:
-        flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, 0o600, dir_fd=self._fd)
-
-    def list_names(self) -> list[str]:
-        return os.listdir(self._fd)
-
     def create(self, name: str, nbytes: int) -> int:
         flags = os.O_CREAT | os.O_EXCL | (_DIRECT if self.direct else 0)
         fd = self._open(name, flags)
@@ -237,16 +297,6 @@ class FileDevice(Device):
                 self.unlink(name)
             raise
         return fd
-
-    def open(self, name: str) -> int:
-        try:
-            fd = self._open(name, (_DIRECT if self.direct else 0) | os.O_NONBLOCK)
-        except OSError as error:
-            # What is no file may refuse O_DIRECT before its kind can be asked.
-            if error.errno == errno.EINVAL:
-                regular(self._open(name, os.O_NONBLOCK), name)
-            raise
-        return regular(fd, name)
 
     def is_intact(self, fd: int, nbytes: int) -> bool:
         status = os.fstat(fd)
@@ -299,25 +349,17 @@ class FileDevice(Device):
                 self._directory,
             )
 
-    def read_file(self, name: str) -> bytes:
-        return read_small_file(name, self._fd)
-
     def file_bytes(self, name: str) -> int:
-        return os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_size
+        return self.status(name).st_size
 
     def replace_file(self, name: str, data: bytes) -> None:
         replace_file(name, data, f"{name}{TEMPORARY_SUFFIX}", self._fd)
         self.sync_directory()
 
     def unlink(self, name: str, fd: int | None = None) -> None:
-        if fd is not None:
-            there = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-            if not os.path.samestat(there, os.fstat(fd)):
-                raise FileNotFoundError(errno.ENOENT, "another file has its name", name)
+        if fd is not None and not os.path.samestat(self.status(name), os.fstat(fd)):
+            raise FileNotFoundError(errno.ENOENT, "another file has its name", name)
         os.unlink(name, dir_fd=self._fd)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
 
     def free_bytes(self) -> int:
         status = os.fstatvfs(self._fd)

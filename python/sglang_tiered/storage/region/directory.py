@@ -66,6 +66,7 @@ __all__ = [
     "DirectoryState",
     "allow_regions",
     "inspect",
+    "manifest_version",
     "max_regions",
     "prepare",
     "refuse_strangers",
@@ -193,7 +194,7 @@ def _inspect(path: Path) -> DirectoryState:
     names = set(os.listdir(path)) - IGNORED_NAMES
     if not names:
         return DirectoryState.EMPTY
-    version = _manifest_version(path)
+    version = manifest_version(path)
     if version is not None:
         if version > STORE_VERSION:
             raise newer_format(path, version, STORE_VERSION)
@@ -224,7 +225,7 @@ def _inspect_shard(shard: Path) -> None:
             raise newer_format(shard / name, version, FORMAT_VERSION)
 
 
-def _manifest_version(path: Path) -> int | None:
+def manifest_version(path: Path) -> int | None:
     """Return the version a manifest states; ``None`` when it is missing or does not verify. Raises
     ``OSError`` for one that cannot be read."""
     try:

@@ -27,12 +27,10 @@ __all__ = [
     "SHARD_PREFIX",
     "TEMPORARY_SUFFIX",
     "WEIGHTS_NAME",
-    "is_leftover",
     "is_pin_name",
     "is_shard_file",
     "is_shard_name",
     "is_tier_file",
-    "is_tier_temporary",
     "pin_name",
 ]
 
@@ -68,7 +66,7 @@ _SHARD = re.compile(rf"{SHARD_PREFIX}[A-Za-z0-9._-]+")
 _PIN = re.compile(rf"{PIN_PREFIX}[0-9a-f]{{32}}")
 _TIER_NAMES = frozenset({MANIFEST_NAME, WEIGHTS_NAME, LOCK_NAME})
 _TIER_TEMPORARY = re.compile(rf"({MANIFEST_NAME}|{WEIGHTS_NAME})\.tmp-\d+")
-_SHARD_NAMES = frozenset({LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, *NOTE_NAMES})
+_SHARD_NAMES = LEFTOVER_NAMES | {LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, *NOTE_NAMES}
 
 
 def is_shard_name(name: str) -> bool:
@@ -78,26 +76,13 @@ def is_shard_name(name: str) -> bool:
 
 def is_tier_file(name: str) -> bool:
     """Return whether a file of that name in a tier directory is the product's."""
-    return name in _TIER_NAMES or is_tier_temporary(name)
-
-
-def is_tier_temporary(name: str) -> bool:
-    """Return whether it exists for an instant, unless its process died in it."""
-    return _TIER_TEMPORARY.fullmatch(name) is not None
+    return name in _TIER_NAMES or _TIER_TEMPORARY.fullmatch(name) is not None
 
 
 def is_shard_file(name: str) -> bool:
     """Return whether a file of that name in a shard is the product's, regions included."""
-    is_listed = name in _SHARD_NAMES or is_pin_name(name) or is_leftover(name)
+    is_listed = name in _SHARD_NAMES or is_pin_name(name.removesuffix(TEMPORARY_SUFFIX))
     return is_listed or parse_region_name(name) is not None
-
-
-def is_leftover(name: str) -> bool:
-    """Return whether a file of that name is gone from a shard that is closed, unless the process
-    that had it open died in it."""
-    return name in LEFTOVER_NAMES or (
-        name.endswith(TEMPORARY_SUFFIX) and is_pin_name(name.removesuffix(TEMPORARY_SUFFIX))
-    )
 
 
 def pin_name(digest: str) -> str:

@@ -18,7 +18,7 @@ from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import NO_TENANT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -119,6 +119,11 @@ class Extent(NamedTuple):
     tenant: bytes = NO_TENANT
 
     @property
+    def identity(self) -> tuple[bytes, ...]:
+        """Return whose pages these are, and which."""
+        return self.namespace, self.tenant, self.pages.tobytes()
+
+    @property
     def end(self) -> int:
         return self.offset + extent_header_bytes(len(self.pages)) + self.payload_bytes
 
@@ -148,6 +153,15 @@ class Contents(NamedTuple):
             row["tenant"] = np.void(extent.tenant)
         pages = [extent.pages for extent in extents]
         return cls(table, np.concatenate(pages) if pages else np.zeros(0, PAGE_DTYPE))
+
+    def each(self) -> Iterator[Extent]:
+        """Yield the extents."""
+        start = 0
+        for offset, num_pages, namespace, tenant in self.extents:
+            stop = start + int(num_pages)
+            names = namespace.tobytes(), tenant.tobytes()
+            yield Extent(int(offset), names[0], self.pages[start:stop], names[1])
+            start = stop
 
     def payload_bytes(self) -> npt.NDArray[np.int64]:
         """Return the payload of each extent, padding included."""

@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sglang_tiered.storage.region import erase_log, pins
-from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.erase_log import Bound, Erased
 from sglang_tiered.storage.region.files import (
     CHECKPOINT_NAME,
@@ -45,14 +44,11 @@ from sglang_tiered.storage.region.files import (
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     FORMAT_VERSION,
-    CheckpointEntry,
     Contents,
     newer_format,
-    other_version,
     parse_region_name,
     region_name,
     unpack_checkpoint,
-    unpack_region_header,
 )
 from sglang_tiered.storage.region.regions import Region
 from sglang_tiered.storage.region.walk import (
@@ -69,7 +65,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.device import Device, Files
     from sglang_tiered.storage.region.index import PageIndex
     from sglang_tiered.storage.region.pins import FoundPins, Pin
     from sglang_tiered.storage.region.regions import RegionTable
@@ -134,13 +130,13 @@ def recover(
         raise
 
 
-def read_checkpoint(device: Device) -> dict[tuple[int, bytes], CheckpointEntry]:
-    """Return the entries by sequence and nonce; empty when there is no valid checkpoint."""
+def read_checkpoint(device: Files) -> dict[tuple[int, bytes], int] | None:
+    """Return the durable tails by sequence and nonce; None when there is no valid checkpoint."""
     try:
         entries = unpack_checkpoint(device.read_file(CHECKPOINT_NAME))
     except OSError:
-        entries = None
-    return {(entry.sequence, entry.nonce): entry for entry in entries or ()}
+        return None
+    return None if entries is None else {entry[:2]: entry.durable_tail for entry in entries}
 
 
 @dataclass(slots=True)
@@ -169,7 +165,7 @@ class _Recovery:
         numbers = map(parse_region_name, names)
         sequences = sorted(sequence for sequence in numbers if sequence is not None)
         report.next_sequence = sequences[-1] + 1 if sequences else 0
-        known = read_checkpoint(device)
+        known = read_checkpoint(device) or {}
         report.erased = erase_log.read(device)
         found_pins = pins.read_all(device, names)
         report.pins, report.unread_pins = found_pins.pins, found_pins.unread
@@ -179,9 +175,8 @@ class _Recovery:
             list(pool.map(self._open, sequences))  # which raises what they do
             self.found.sort(key=lambda found: found.region.sequence)
             for item in self.found:
-                entry = known.get((item.region.sequence, item.region.nonce))
-                if entry is not None:
-                    item.region.durable_tail = entry.durable_tail
+                region = item.region
+                region.durable_tail = known.get((region.sequence, region.nonce), 0)
             # 3
             self._set_unread_aside()
             for sequence in self.useless:
@@ -261,18 +256,13 @@ class _Recovery:
         item = None
         try:
             scan = RegionScan(device, fd, BLOCK_BYTES)
-            block = scan.read(0, aligned_buffer(BLOCK_BYTES))
+            header, version = scan.read_header(sequence), scan.version
             if scan.error is not None:
                 self.unread[sequence] = scan.error
                 return
-            if block is None:
-                self._discard(sequence)
-                return
-            version = other_version(block)
             if version is not None and version > FORMAT_VERSION:
                 raise newer_format(name, version, FORMAT_VERSION)
-            header = unpack_region_header(block)
-            if header is None or header.sequence != sequence:
+            if header is None:
                 self._discard(sequence, outdated=version is not None)
                 return
             region = Region(sequence, fd, header.nbytes, header.nonce, sealed=True)

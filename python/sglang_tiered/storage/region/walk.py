@@ -20,11 +20,15 @@ from sglang_tiered.storage.region.format import (
     MAX_EXTENT_PAGES,
     Contents,
     Extent,
+    extent_header_bytes,
     footer_bytes,
+    other_version,
     padded,
     peek_extent_header_bytes,
+    region_name,
     unpack_extent_header,
     unpack_footer,
+    unpack_region_header,
     unpack_trailer,
 )
 
@@ -32,17 +36,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from sglang_tiered.storage.region.device import Device, Files
-    from sglang_tiered.storage.region.format import Trailer
+    from sglang_tiered.storage.region.format import RegionHeader, Trailer
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = [
     "NOT_A_FILE_ERRNOS",
-    "UNREADABLE",
     "UNREADABLE_ERRNOS",
     "Problem",
     "RegionScan",
     "all_contents",
-    "is_blank",
     "persist",
     "read_run",
 ]
@@ -91,8 +93,8 @@ class Problem(NamedTuple):
 
 
 class RegionScan:
-    """Reads one region: its footer, or extent by extent. Notes what is wrong with it, and the first
-    error of the device; raises any other ``OSError``. One thread's."""
+    """Reads one region: its header, and its footer, or extent by extent. Notes what is wrong with
+    it, and the first error of the device; raises any other ``OSError``. One thread's."""
 
     def __init__(
         self,
@@ -107,9 +109,11 @@ class RegionScan:
         self._device = device
         self._fd = fd
         self._advance = advance
-        self._file_bytes = nbytes
+        self.file_bytes = nbytes
         self.nbytes = nbytes
         self.nonce = nonce
+        self.version: int | None = None  # of another format; nothing else is known then
+        self.is_new = False  # nothing was written to it so far
         self.is_sealed = False  # its trailer verifies
         self.torn_bytes = 0  # behind what was found: placed, and not verifying
         self.problems: list[Problem] = []
@@ -123,17 +127,78 @@ class RegionScan:
     def _window(self) -> memoryview:
         return aligned_buffer(WINDOW_BYTES)
 
+    def drop_buffers(self) -> None:
+        """Keep only what was found."""
+        for name in ("_header", "_window"):
+            vars(self).pop(name, None)
+
+    def read_header(self, sequence: int) -> RegionHeader | None:
+        """Return the header, if it is of our format and of the region of that number."""
+        block = self.read(0, aligned_buffer(BLOCK_BYTES))
+        self.is_new = self.file_bytes == 0 or (block is not None and _is_blank(block))
+        if block is None:
+            if self.file_bytes >= BLOCK_BYTES:
+                self.report("header", 0, BLOCK_BYTES, UNREADABLE)
+            else:
+                what = f"has only {self.file_bytes} bytes" if self.file_bytes else "is empty"
+                self.report("file", 0, self.file_bytes, what)
+            return None
+        header = unpack_region_header(block)
+        if header is None:
+            self.version = other_version(block)
+            if self.version is None:
+                what = "is all zeros" if self.is_new else "does not verify"
+                self.report("header", 0, BLOCK_BYTES, what)
+            return None
+        if header.sequence != sequence:
+            what = f"belongs to {region_name(header.sequence)}: the file was renamed"
+            self.report("header", 0, BLOCK_BYTES, what)
+            return None
+        self.nbytes, self.nonce = header.nbytes, header.nonce
+        return header
+
+    def read_contents(self, durable_tail: int, *, full: bool) -> Contents:
+        """Return what the footer lists, or else the extents that are found; ``full`` checks all of
+        them, and every page. Behind ``durable_tail`` only what was sealed had been written."""
+        if self.nbytes != self.file_bytes:
+            what = f"has {self.file_bytes} bytes, should {self.nbytes}"
+            self.report("file", 0, self.file_bytes, what)
+        contents = self.footer()
+        if contents is None:
+            was_sealed = self.is_sealed or any(p.part == "trailer" for p in self.problems)
+            return self.walk(durable_tail, self.file_bytes if was_sealed else 0, full=full)
+        if full:
+            self._check(contents)
+        return contents
+
+    def _check(self, contents: Contents) -> None:
+        """Compare what the footer lists with the headers of the extents, and check every page."""
+        nbytes = footer_bytes(len(contents.extents), len(contents.pages))
+        place = self.nbytes - BLOCK_BYTES - nbytes, nbytes
+        for ordinal, extent in enumerate(contents.each()):
+            found = self.extent_at(extent.offset, ordinal)
+            if not isinstance(found, Extent):
+                length, what = extent_header_bytes(len(extent.pages)), found or "is missing"
+                self.report("extent", extent.offset, length, f"header {what}", ordinal)
+            elif found.identity != extent.identity:
+                what = f"disagrees with the header of extent {ordinal} at {extent.offset}"
+                self.report("footer", *place, what)
+            self.report_pages(ordinal, extent, self.bad_pages(extent))
+        unlisted = self.extent_at(contents.end, len(contents.extents))
+        if isinstance(unlisted, Extent) and not self.bad_pages(unlisted):
+            self.report("footer", *place, f"does not list the extent at {contents.end}")
+
     def footer(self) -> Contents | None:
         """Return what the footer lists; None where it does not verify, or is not there."""
         offset = self.nbytes - BLOCK_BYTES
         block = self.read(offset, aligned_buffer(BLOCK_BYTES))
         if block is None:
-            if self.nbytes <= self._file_bytes:
+            if self.nbytes <= self.file_bytes:
                 self.report("trailer", offset, BLOCK_BYTES, UNREADABLE)
             return None
         trailer = unpack_trailer(block, self.nonce, self.nbytes)
         if trailer is None:
-            if not is_blank(block):
+            if not _is_blank(block):
                 self.report("trailer", offset, BLOCK_BYTES, "does not verify")
             return None
         self.is_sealed = True
@@ -153,15 +218,13 @@ class RegionScan:
             return None
         return contents
 
-    def walk(
-        self, durable_tail: int, written_tail: int | None = None, *, full: bool = False
-    ) -> Contents:
+    def walk(self, durable_tail: int, written_tail: int = 0, *, full: bool = False) -> Contents:
         """Find the extents by their headers, up to the first that does not verify.
 
         Those before ``written_tail`` had been written, all before ``durable_tail`` was synced:
         the payloads of these are read with ``full`` only, as every load verifies its page anyway.
         """
-        written_tail = durable_tail if written_tail is None else written_tail
+        written_tail = max(written_tail, durable_tail)
         extents: list[Extent] = []
         tail = BLOCK_BYTES
         while isinstance(found := self.extent_at(tail, len(extents)), Extent):
@@ -185,7 +248,7 @@ class RegionScan:
         """Return the extent at ``offset``, what is wrong with its header, or None without one."""
         block = self.read(offset, self._header[:BLOCK_BYTES])
         if block is None:
-            return UNREADABLE if offset < self._file_bytes else None
+            return UNREADABLE if offset < self.file_bytes else None
         nbytes = peek_extent_header_bytes(block)
         if nbytes is None:
             return None
@@ -214,7 +277,7 @@ class RegionScan:
 
     def read(self, offset: int, buffer: memoryview) -> memoryview | None:
         """Fill the buffer with whole blocks; None if they are damaged or missing."""
-        if offset + buffer.nbytes > self._file_bytes:
+        if offset + buffer.nbytes > self.file_bytes:
             return None
         try:
             if not read_run(self._device, self._fd, buffer, offset):
@@ -237,13 +300,13 @@ class RegionScan:
         for index in indexes:
             page = extent.pages[index]
             start, length, key = starts[index], int(page["length"]), page["key"].tobytes()
-            cut = start + length > self._file_bytes
+            cut = start + length > self.file_bytes
             what = "lies behind the end of the file" if cut else "does not match its checksum"
             found = Problem("page", start, length, what, ordinal, extent.namespace, key)
             self.problems.append(found)
 
 
-def is_blank(block: memoryview) -> bool:
+def _is_blank(block: memoryview) -> bool:
     return block.tobytes().count(0) == block.nbytes
 
 

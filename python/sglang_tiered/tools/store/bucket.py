@@ -25,13 +25,12 @@ from sglang_tiered.storage.bucket.names import (
     ROOT,
     Layout,
     PageName,
+    is_page,
     namespace_of,
-    page_checksum,
     parse_page,
 )
 from sglang_tiered.storage.bucket.pins import unpack_pin
 from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
-from sglang_tiered.storage.bucket.settings import BucketSettings
 from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.notes import read_note, read_page_sizes
 from sglang_tiered.tools.store.report import (
@@ -74,10 +73,7 @@ def stat(arguments: argparse.Namespace) -> int:
     target = _open(arguments.place)
     with _requests_end(target.url):
         records = all_records(target.requests)
-        erased = BucketErasures()
-        for record in records:
-            if record.what is not None:
-                erased.add(record)
+        erased = BucketErasures.of(records)
         namespaces = [
             _count(target.requests, Layout(name), erased, sizes.get(name))
             for name in target.namespaces
@@ -180,7 +176,8 @@ def _show_stat(report: dict[str, Any]) -> None:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    _refuse("--region", arguments.region)
+    if arguments.region is not None:
+        raise ConfigError("--region is for a directory, not for a URL.")
     target = _open(arguments.place)
     started = time.monotonic()
     namespaces: list[dict[str, Any]] = []
@@ -222,7 +219,7 @@ def _verify(
         named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
         counts["pages"] += len(named)
         counts["page_bytes"] += sum(name.length for _, name in named)
-        checked = pool.map(lambda page: _verify_page(requests, layout, *page), named)
+        checked = pool.map(lambda page: _verify_page(requests, *page), named)
         for (each, _), wrong in zip(named, checked, strict=True):
             if wrong is None:
                 counts["gone_meanwhile"] += 1
@@ -231,32 +228,21 @@ def _verify(
                 problems.append(_problem(each.path, wrong))
     for chunk in requests.listing(layout.pins):
         for each in chunk:
-            data = _get(requests, each)
+            data = requests.whole(each)
             counts["pins"] += 1
             if data is not None and unpack_pin(bytes(data)) is None:
                 problems.append(_problem(each.path, "does not verify: what it pinned may go"))
     return counts, problems
 
 
-def _get(requests: Requests, listed: Listed) -> memoryview | None:
-    try:
-        return requests.get(listed.path, max(listed.size, 1))
-    except BucketError as error:
-        if error.failure is Failure.BAD_RANGE:
-            return memoryview(b"")
-        if error.failure is not Failure.NOT_FOUND:
-            raise
-        return None
-
-
-def _verify_page(requests: Requests, layout: Layout, listed: Listed, name: PageName) -> str | None:
+def _verify_page(requests: Requests, listed: Listed, name: PageName) -> str | None:
     """Return what is wrong with a page; empty for nothing, None for one that is gone."""
-    data = _get(requests, listed)
+    data = requests.whole(listed)
     if data is None:
         return None
     if len(data) != listed.size:
         return f"has {len(data)} bytes instead of {listed.size}"
-    matches = page_checksum(name.stem(layout), (data,)) == name.checksum
+    matches = is_page(listed.path, name.checksum, (data,))
     return "" if matches else "does not match the checksum in its name"
 
 
@@ -280,13 +266,12 @@ def _show_verify(report: dict[str, Any]) -> None:
 
 
 def gc(arguments: argparse.Namespace) -> int:
-    _refuse("--keep-namespace", arguments.keep_namespace)
-    settings = CollectorSettings(
-        ttl_s=None if arguments.ttl is None else parse_duration("--ttl", arguments.ttl),
-        capacity_bytes=None
-        if arguments.max_bytes is None
-        else parse_bytes("--max-bytes", arguments.max_bytes, otherwise="leave it out for no cap"),
-    )
+    ttl, most = arguments.ttl, arguments.max_bytes
+    if ttl is not None:
+        ttl = parse_duration("--ttl", ttl)
+    if most is not None:
+        most = parse_bytes("--max-bytes", most, otherwise="leave it out for no cap")
+    settings = CollectorSettings(ttl_s=ttl, capacity_bytes=most)
     target = _open(arguments.place)
     # It is no server: its marker must not make a namespace look used. So by this machine's clock.
     collector = Collector(target.requests, settings, clock=time.time)
@@ -366,7 +351,7 @@ def _open(url: str) -> _Bucket:
         raise StoreError(f"{url} is not a directory; {_WAY_OUT}")
     if parts.scheme == "memory":
         raise ConfigError(f"{url} is in the memory of another process; {_WAY_OUT}")
-    requests = Requests(BucketSettings(url=url))
+    requests = Requests(url)
     namespaces, notes = [], []
     with _requests_end(url):
         for folder in requests.folders(ROOT):
@@ -403,9 +388,3 @@ def _show_namespaces(
     shown = with_total(report["namespaces"], report["total"], "namespace")
     rows = [[e["namespace"][:16], *(column(e) for column in columns.values())] for e in shown]
     print_table(["namespace", *columns], rows)
-
-
-def _refuse(flag: str, value: object) -> None:
-    """Refuse a flag that is for directories of the NVMe tier only."""
-    if value:
-        raise ConfigError(f"{flag} is for a directory, not for a URL.")

@@ -26,19 +26,19 @@ _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PROGRAM = "sglang-tiered store"
 _DESCRIPTION = """\
-Looks into the directory of the NVMe tier, or into the object tier, checks it, and
-gives space back.
+Looks into the directory of the NVMe tier, or into the object tier, and checks it; of
+the latter, gives space back.
 
 PLACE is the --tier-dir of a server or one of the shard-* directories in it; or, for
-stat, verify and gc, the URL of an object tier (s3://bucket/prefix, gs://, az://, or the
-path of a shared directory), with credentials from the environment. Nothing is written,
-locked or removed, unless gc is told to --delete; everything works while servers use
-it, except gc --delete of a directory of the NVMe tier.
+stat and verify, the URL of an object tier (s3://bucket/prefix, gs://, az://, or the
+path of a shared directory), with credentials from the environment; gc takes only that.
+Nothing is written, locked or removed, unless gc is told to --delete; everything works
+while servers use it.
 """
 _EPILOG = """\
 exit code:
   0  fine
-  1  something is wrong: damage was found, or what was to be deleted could not be
+  1  something is wrong: damage was found
   2  a command line or a directory that cannot be used; one sentence says why
 
 %(prog)s COMMAND --help tells more of each command.
@@ -61,8 +61,9 @@ Of a URL: pages, bytes and age by namespace, from listings alone; tokens with
 """
 _VERIFY = """\
 Reads everything and checks it: region headers, trailers, footers against the extent
-headers, and every page against its checksum. Bypasses the page cache, or drops from
-it what was read. A bar with the speed shows on a terminal.
+headers, every page against its checksum, and what says which pages are erased or
+pinned. Bypasses the page cache, or drops from it what was read. A bar with the speed
+shows on a terminal.
 
 What a server is writing at the moment, or a crash cut short, is a note, not damage;
 so is a checkpoint that does not verify, which only speeds up the next start. A
@@ -80,17 +81,13 @@ is served. With --json each line is an object.
 a lossy codec, which takes the model's layout.
 """
 _GC = """\
-What could be given back: regions that no server can read (header damaged, older
-format), regions whose pages were all purged, forgotten or stored again later, and, when
-namespaces to keep are given, regions with no page of those; files left by processes
-that died; and shards for other parallel sizes than those used last. Prints the plan.
---delete takes the locks a server takes, plans again, and deletes; files that do
-not belong to the store stay.
+What could be given back, which servers collect in the background as well. Pages older
+than --ttl, the oldest beyond --max-bytes of each namespace, erased ones, pins that are
+over, and namespaces that no server has used for seven days; and beside that all that
+versions with another format wrote. Prints the plan; --delete deletes. Safe beside
+servers and other runs.
 
-Of a URL: what servers collect in the background as well. Pages older than --ttl, the
-oldest beyond --max-bytes of each namespace, erased ones, pins that are over, and
-namespaces that no server has used for seven days; and beside that all that versions
-with another format wrote. Safe beside servers and other runs.
+A directory of the NVMe tier needs none: its server gives back what is of no use.
 """
 _EXAMPLES = {
     "stat": "  {0} stat /nvme/kv\n  {0} stat /nvme/kv --json | jq .total.pages\n"
@@ -100,8 +97,7 @@ _EXAMPLES = {
     "dump": "  {0} dump /nvme/kv | head\n"
     "  {0} dump /nvme/kv --keys 3f9a --namespace 00c1\n"
     "  {0} dump /nvme/kv --extract 3f9a07 --output page.bin",
-    "gc": "  {0} gc /nvme/kv\n  {0} gc /nvme/kv --keep-namespace 00c1d2e3 --delete\n"
-    "  {0} gc s3://bucket/kv --ttl 14d --max-bytes 20TiB --delete",
+    "gc": "  {0} gc s3://bucket/kv\n  {0} gc s3://bucket/kv --ttl 14d --max-bytes 20TiB --delete",
 }
 
 
@@ -114,12 +110,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     options = make_parser().parse_args(arguments)
     if not _URL.match(options.place) and _is_bucket(Path(options.place)):
         options.place = Path(options.place).absolute().as_uri()
-    if _URL.match(options.place):
-        return _bucket_command(options.command)(options)
-    if options.command == "gc" and (options.ttl or options.max_bytes):
-        raise ConfigError("--ttl and --max-bytes are for a URL, not for a directory.")
     options.directory = Path(options.place)
-    return _command(options.command)(options)
+    is_bucket = _URL.match(options.place) is not None
+    return _command(options.command, is_bucket=is_bucket)(options)
 
 
 def _is_bucket(directory: Path) -> bool:
@@ -129,25 +122,22 @@ def _is_bucket(directory: Path) -> bool:
     return False
 
 
-def _bucket_command(name: str) -> Callable[[argparse.Namespace], int]:
-    if name == "dump":
-        raise ConfigError("dump is for a directory of the NVMe tier; a URL has stat, verify, gc.")
-    from sglang_tiered.tools.store import bucket
-
-    return {"stat": bucket.stat, "verify": bucket.verify, "gc": bucket.gc}[name]
-
-
-def _command(name: str) -> Callable[[argparse.Namespace], int]:
+def _command(name: str, *, is_bucket: bool) -> Callable[[argparse.Namespace], int]:
     # Imported late: --help and a mistyped flag need neither the engine nor its dependencies.
-    if name == "stat":
-        from sglang_tiered.tools.store.stat import run
-    elif name == "verify":
-        from sglang_tiered.tools.store.verify import run
-    elif name == "dump":
-        from sglang_tiered.tools.store.dump import run
-    else:
-        from sglang_tiered.tools.store.gc import run
-    return run
+    if is_bucket and name != "dump":
+        from sglang_tiered.tools.store import bucket
+
+        return {"stat": bucket.stat, "verify": bucket.verify, "gc": bucket.gc}[name]
+    if is_bucket:
+        raise ConfigError("dump is for a directory of the NVMe tier; a URL has stat, verify, gc.")
+    if name == "gc":
+        raise ConfigError(
+            "gc is for the URL of an object tier; a server of a directory of the NVMe tier gives "
+            "back what is of no use itself."
+        )
+    from sglang_tiered.tools.store import dump, stat, verify
+
+    return {"stat": stat.run, "verify": verify.run, "dump": dump.run}[name]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -179,8 +169,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     verify = add("verify", "check every byte against its checksum", _VERIFY, a_place)
     dump = add("dump", "list every page, or extract one", _DUMP, a_store)
-    gc = add("gc", "what could be given back; deletes only when told to", _GC, a_place)
-    for command in (stat, verify, dump, gc):
+    a_url = "the URL of an object tier"
+    gc = add("gc", "what could be given back; deletes only when told to", _GC, a_url)
+    for command in (stat, verify, dump):
         command.add_argument(
             "--jobs",
             metavar="N",
@@ -211,23 +202,8 @@ def make_parser() -> argparse.ArgumentParser:
     dump.add_argument(
         "--output", metavar="FILE", type=Path, help="where to; a file that does not exist yet"
     )
-    gc.add_argument(
-        "--keep-namespace",
-        metavar="HEX",
-        type=_long_prefix,
-        action="append",
-        default=[],
-        help="a namespace to keep, by 8 or more of its first digits; repeatable. Without any, "
-        "all are kept",
-    )
-    gc.add_argument(
-        "--ttl", metavar="AGE", help="of a URL: pages older than this go; as 14d, 12h or 30m"
-    )
-    gc.add_argument(
-        "--max-bytes",
-        metavar="SIZE",
-        help="of a URL: the oldest of a namespace beyond it go",
-    )
+    gc.add_argument("--ttl", metavar="AGE", help="pages older than this go; as 14d, 12h or 30m")
+    gc.add_argument("--max-bytes", metavar="SIZE", help="the oldest of a namespace beyond it go")
     gc.add_argument("--delete", action="store_true", help="delete what the plan lists")
     return parser
 
@@ -249,17 +225,11 @@ def _region(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not the number of a region, nor its file name")
 
 
-def _prefix(text: str, least: int = 1) -> str:
+def _prefix(text: str) -> str:
     """Hexadecimal digits of a key or namespace, from its start, in lower case."""
-    if not re.fullmatch(rf"[0-9a-fA-F]{{{least},{2 * KEY_BYTES}}}", text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not {least} to {2 * KEY_BYTES} hexadecimal digits"
-        )
+    if not re.fullmatch(rf"[0-9a-fA-F]{{1,{2 * KEY_BYTES}}}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 to {2 * KEY_BYTES} hexadecimal digits")
     return text.lower()
-
-
-def _long_prefix(text: str) -> str:
-    return _prefix(text, 8)
 
 
 if __name__ == "__main__":

@@ -67,28 +67,20 @@ def run(arguments: argparse.Namespace) -> int:
                     print("\n".join(lines))
                 num_problems += len(view.problems)
                 for problem in view.problems:
-                    note(problem_text(problem_json(shard.name, view, problem)))
+                    note(problem_text(problem_json(shard.name, problem, view)))
     return 1 if num_problems else 0
 
 
 def _entries(shard: str, view: ScannedRegion, keys: str, namespace: str) -> Iterator[_DumpedPage]:
     """Yield the pages of a region whose key and namespace begin with these hexadecimal digits."""
-    contents = view.contents
-    namespaces = [value.tobytes() for value in contents.extents["namespace"]]
-    columns = zip(
-        view.page_ordinals().tolist(),
-        contents.page_offsets().tolist() if len(contents.pages) else [],
-        contents.pages["length"].tolist(),
-        contents.pages["checksum"].tolist(),
-        contents.pages["key"],
-        strict=True,
-    )
-    for ordinal, offset, length, checksum, key_value in columns:
-        key = key_value.tobytes()
-        if key.hex().startswith(keys) and namespaces[ordinal].hex().startswith(namespace):
-            yield _DumpedPage(
-                shard, view.sequence, ordinal, offset, length, checksum, key, namespaces[ordinal]
-            )
+    for ordinal, extent in enumerate(view.contents.each()):
+        if not extent.namespace.hex().startswith(namespace):
+            continue
+        columns = (extent.pages[name].tolist() for name in ("length", "checksum", "key"))
+        pages = zip(extent.page_offsets().tolist(), *columns, strict=True)
+        for page in pages:
+            if page[-1].hex().startswith(keys):
+                yield _DumpedPage._make((shard, view.sequence, ordinal, *page, extent.namespace))
 
 
 def _line(entry: _DumpedPage) -> str:

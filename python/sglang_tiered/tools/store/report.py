@@ -125,11 +125,14 @@ def holder_json(holder: Holder) -> dict[str, Any]:
     return {"held": holder.held, "pid": holder.pid}
 
 
-def problem_json(shard: str, view: ScannedRegion, problem: Problem) -> dict[str, Any]:
+def problem_json(
+    shard: str, problem: Problem, view: ScannedRegion | None, file: str = ""
+) -> dict[str, Any]:
+    """Describe what is wrong in a region, or in another file of a shard."""
     return {
         "shard": shard,
-        "region": view.sequence,
-        "file": view.name,
+        "region": None if view is None else view.sequence,
+        "file": file if view is None else view.name,
         "part": problem.part,
         "offset": problem.offset,
         "length": problem.length,

@@ -124,7 +124,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         "utilisation": _share(payload, physical),
         "oldest_region_age_s": max(ages, default=None),
         "newest_region_age_s": min(ages, default=None),
-        "checkpoint": checkpoint._asdict(),
+        "checkpoint": checkpoint,
         "pins": {
             "valid": len(pins.pins),
             "pages": len({key for pin in pins.pins for key in pin.keys}),
@@ -147,7 +147,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
             for v in views
             if v.state == "open"
         ],
-        "problems": [problem_json(shard.name, view, p) for view in views for p in view.problems],
+        "problems": [problem_json(shard.name, p, v) for v in views for p in v.problems],
     }
 
 
@@ -267,26 +267,16 @@ def _row(entry: dict[str, Any], field: str) -> list[str]:
 def _notes(report: dict[str, Any]) -> list[str]:
     notes = list(report["notes"])
     for shard in report["shards"]:
-        number = shard["regions"]["other_format"]
-        if number:
-            versions = [v for v in shard["format_versions"] if v != FORMAT_VERSION]
-            notes.append(
-                f"{shard['name']}: {number} regions of format {', '.join(map(str, versions))}, "
-                f"not {FORMAT_VERSION}"
-            )
+        versions = [str(v) for v in shard["format_versions"] if v != FORMAT_VERSION]
+        others = f"regions of format {', '.join(versions)}, not {FORMAT_VERSION}"
         pins = shard["pins"]
-        if pins["valid"]:
-            notes.append(f"{shard['name']}: {pins['valid']} pins name {pins['pages']:,} pages")
-        if pins["damaged"]:
-            what = "pins do not verify; the next start removes them"
-            notes.append(f"{shard['name']}: {pins['damaged']} {what}")
-        if pins["newer"]:
-            notes.append(f"{shard['name']}: {pins['newer']} pins are of a newer version")
-        if pins["unread"]:
-            notes.append(f"{shard['name']}: {pins['unread']} pins cannot be read; check the disk")
-        if shard["regions_gone_meanwhile"]:
-            notes.append(
-                f"{shard['name']}: {shard['regions_gone_meanwhile']} regions were reclaimed "
-                "while this ran"
-            )
+        numbers = {
+            others: shard["regions"]["other_format"],
+            f"pins name {pins['pages']:,} pages": pins["valid"],
+            "pins do not verify; the next start removes them": pins["damaged"],
+            "pins are of a newer version": pins["newer"],
+            "pins cannot be read; check the disk": pins["unread"],
+            "regions were reclaimed while this ran": shard["regions_gone_meanwhile"],
+        }
+        notes += [f"{shard['name']}: {number} {text}" for text, number in numbers.items() if number]
     return notes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.errors import StoreError, StoreFormatError
-from sglang_tiered.storage.region.directory import DirectoryState, inspect
+from sglang_tiered.storage.region.directory import DirectoryState, inspect, manifest_version
 from sglang_tiered.storage.region.files import (
     CHECKPOINT_NAME,
     ERASED_NAME,
@@ -35,7 +35,6 @@ _LOCKS = Path("/proc/locks")
 _MOUNTS = Path("/proc/self/mountinfo")
 
 _WAY_OUT = "pass the --tier-dir of a server, or one of its shard-* directories"
-_MANIFEST_BYTES = 256
 
 
 class Holder(NamedTuple):
@@ -107,7 +106,7 @@ def resolve(path: Path) -> StoreTarget:
     notes = []
     manifest = None
     if state is DirectoryState.OURS:
-        manifest = _stated_version(path)
+        manifest = manifest_version(path)
     else:
         notes.append(
             f"{MANIFEST_NAME} is missing or does not verify; the next server start writes it again"
@@ -129,18 +128,6 @@ def _is_shard(path: Path, names: Sequence[str]) -> bool:
     if any(name in ours or parse_region_name(name) is not None for name in names):
         return True
     return path.resolve().name.startswith(SHARD_PREFIX) and all(map(is_shard_file, names))
-
-
-def _stated_version(path: Path) -> int | None:
-    """Return the version in a manifest that was found valid a moment ago."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(path / MANIFEST_NAME, flags)
-        try:
-            return int(os.read(fd, _MANIFEST_BYTES).split()[2])
-        finally:
-            os.close(fd)
-    return None
 
 
 def find_holder(directory: Path) -> Holder:

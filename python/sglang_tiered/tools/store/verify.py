@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -49,19 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
     target = resolve(arguments.directory)
     check_regions(target, arguments.region)
     started = time.monotonic()
-    shards = []
-    with _Bar(arguments.progress) as bar:
-        readers = []
-        try:
-            for shard in target.shards:
-                reader = ShardReader(shard, arguments.region)
-                readers.append(reader)
-                bar.expect(reader.region_bytes())
-            for reader in readers:
-                shards.append(_verify(reader, arguments.jobs, bar))
-        finally:
-            for reader in readers:
-                reader.device.release()
+    with _Bar(arguments.progress) as bar, contextlib.ExitStack() as opened:
+        readers = [
+            opened.enter_context(ShardReader(shard, arguments.region)) for shard in target.shards
+        ]
+        bar.expect(sum(reader.region_bytes() for reader in readers))
+        shards = [_verify(reader, arguments.jobs, bar) for reader in readers]
     report: dict[str, Any] = {
         "directory": str(target.path),
         "kind": "tier" if target.is_tier else "shard",
@@ -79,12 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _verify(reader: ShardReader, jobs: int, meter: ByteMeter) -> dict[str, Any]:
     name = reader.shard.name
     counts: dict[str, int] = dict.fromkeys((*_COUNTED, *_SUMMED), 0)
-    problems: list[dict[str, Any]] = []
+    problems = [problem_json(name, found, None, file) for file, found in reader.problems()]
     notes = []
-    if reader.checkpoint.present and not reader.checkpoint.valid:
+    if reader.checkpoint["present"] and not reader.checkpoint["valid"]:
         notes.append(f"{name}: the checkpoint does not verify; it only speeds up the next start")
     for view in reader.views(full=True, jobs=jobs, meter=meter):
-        found = [problem_json(name, view, problem) for problem in view.problems]
+        found = [problem_json(name, problem, view) for problem in view.problems]
         problems += found
         counts["regions"] += 1
         counts["open_regions"] += view.state == "open"
@@ -100,7 +94,7 @@ def _verify(reader: ShardReader, jobs: int, meter: ByteMeter) -> dict[str, Any]:
     return {
         "name": name,
         "lock": holder_json(reader.holder),
-        "checkpoint": reader.checkpoint._asdict(),
+        "checkpoint": reader.checkpoint,
         **counts,
         "problems": problems,
         "notes": notes,
@@ -147,9 +141,11 @@ def _show(target: StoreTarget, report: dict[str, Any]) -> None:
     print_lines(listed(problems, "damage: "))
     print_lines(f"note: {text}" for text in report["notes"])
     total = report["total"]
+    others = sum(each["region"] is None for shard in report["shards"] for each in shard["problems"])
     damage = (
         f"{total['damaged_regions']} of {total['regions']} regions, "
         f"{total['damaged_pages']:,} of {total['pages']:,} pages"
+        f"{f', {others} other files' if others else ''}"
     )
     print_lines(verdict(report, damage))
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
     import zmq
 
+    from sglang_tiered.config import TransferConfig
     from sglang_tiered.transfer.decode.sessions import Address, PrefillLink
     from sglang_tiered.transfer.memory import Memories, PagedMemory, Pages
     from sglang_tiered.transfer.messages import Asked, KVLayout
-    from sglang_tiered.transfer.settings import TransferSettings
     from sglang_tiered.wire.keys import Keys
 
 __all__ = ["DecodeEndpoint", "DecodeListener", "DecodeStats", "DecodeTarget"]
@@ -98,7 +98,7 @@ class DecodeEndpoint:
         layout: KVLayout,
         memories: Memories,
         listener: DecodeListener,
-        settings: TransferSettings,
+        settings: TransferConfig,
         keys: Keys | None = None,
         on_tick: Callable[[DecodeEndpoint], None] = lambda _: None,
     ) -> None:
@@ -160,14 +160,16 @@ class DecodeEndpoint:
         num_receivers: int,
         memory: PagedMemory | None = None,
         asked: Asked = NOTHING_MORE,
+        after: Sequence[Any] = (),
     ) -> None:
         """Ask ``targets`` for a room. ``pages`` of ``memory`` (default: the device's pool) must
         stay allocated until the listener has heard how the room ended or ``close_room`` has
         returned.
 
         ``num_receivers``: decode ranks that each target serves. ``asked``: as ``claim_room``
-        says. Raises ``TransferError`` for pages that do not exist, and for a room that is open: it
-        keeps its pages.
+        says. ``after``: events of the device, before which no page is written. Raises
+        ``TransferError`` for pages that do not exist, and for a room that is open: it keeps its
+        pages.
         """
         memory = memory or self._memories.kv
         check_pages(memory, pages, "the scheduler")
@@ -187,6 +189,7 @@ class DecodeEndpoint:
             self._memories.aux,
             aux_row,
             num_expected=sum(not target.is_dummy for target in targets),
+            after=after,
         )
         with self._table_lock:
             if self._rooms.setdefault(room, receiving) is not receiving:

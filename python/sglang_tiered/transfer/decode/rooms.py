@@ -87,6 +87,7 @@ class ReceiveRoom:
     aux_row: int | None
     progress: dict[Any, Progress] = field(default_factory=dict)
     num_expected: int = 0  # prefill ranks that send something
+    after: Sequence[Any] = ()  # events of the device, before which no page is written
     is_closed: bool = False
     is_concluded: bool = False
     kv_bytes: int = 0  # landed so far
@@ -122,7 +123,8 @@ class ReceiveRoom:
         with self._lock:
             if self.is_closed or self.is_concluded:
                 return False
-            memory.scatter_slab([pair.destination_piece for pair in used], pages, data)
+            pieces = [pair.destination_piece for pair in used]
+            memory.scatter_slab(pieces, pages, data, self.after)
         self.kv_bytes += size if slab.component == KV_COMPONENT else 0
         return True
 

@@ -32,9 +32,9 @@ from sglang_tiered.wire.sockets import connection_events, loss_reason, received
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from sglang_tiered.config import TransferConfig
     from sglang_tiered.transfer.layout import Pair
     from sglang_tiered.transfer.messages import KVLayout
-    from sglang_tiered.transfer.settings import TransferSettings
     from sglang_tiered.wire.keys import Keys
     from sglang_tiered.wire.loop import EndpointLoop
 
@@ -150,7 +150,7 @@ class PrefillLinks:
         *,
         server: str,
         layout: KVLayout,
-        settings: TransferSettings,
+        settings: TransferConfig,
         keys: Keys | None,
         loop: EndpointLoop,
         events: LinkEvents,

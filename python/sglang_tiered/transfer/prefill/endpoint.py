@@ -29,11 +29,11 @@ from sglang_tiered.wire.sockets import received
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from sglang_tiered.config import TransferConfig
     from sglang_tiered.transfer.memory import Memories
     from sglang_tiered.transfer.messages import Asked, KVLayout
     from sglang_tiered.transfer.prefill.send_queue import Chunk, Parcel
     from sglang_tiered.transfer.same_host import Guest
-    from sglang_tiered.transfer.settings import TransferSettings
     from sglang_tiered.wire.keys import Keys
 
 __all__ = ["PrefillEndpoint", "PrefillListener", "PrefillStats"]
@@ -98,7 +98,7 @@ class PrefillEndpoint:
         memories: Memories,
         rank: int,
         listener: PrefillListener,
-        settings: TransferSettings,
+        settings: TransferConfig,
         keys: Keys | None = None,
         on_tick: Callable[[PrefillEndpoint], None] = lambda _: None,
     ) -> None:

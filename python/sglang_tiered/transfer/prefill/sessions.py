@@ -34,9 +34,9 @@ from sglang_tiered.wire.sockets import encode, endpoint_of, printable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from sglang_tiered.config import TransferConfig
     from sglang_tiered.transfer.memory import Memories
     from sglang_tiered.transfer.messages import KVLayout
-    from sglang_tiered.transfer.settings import TransferSettings
     from sglang_tiered.wire.keys import Keys
 
 __all__ = ["DecodePeer", "DecodePeers"]
@@ -81,7 +81,7 @@ class DecodePeers:
         layout: KVLayout,
         memories: Memories,
         rank: int,
-        settings: TransferSettings,
+        settings: TransferConfig,
         keys: Keys | None,
     ) -> None:
         self._layout = layout

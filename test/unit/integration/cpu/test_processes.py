@@ -36,7 +36,7 @@ if __name__ == "__main__":
     imported.append("once")
     atexit.register(lambda: print(json.dumps("launcher ended"), flush=True))
     if sys.argv[1] != "engine":
-        processes.fork_from_here()
+        processes.fork_from_here("cuda" if sys.argv[1] == "on cuda" else "cpu")
     ended = threading.Event()
     if sys.argv[1] == "threads":
         threading.Thread(target=ended.wait).start()
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("who", "forked", "interrupts"),
-    [("launcher", True, False), ("threads", False, True), ("engine", False, True)],
+    [("launcher", True, False), *((who, False, True) for who in ("on cuda", "threads", "engine"))],
 )
 def test_only_the_launcher_without_threads_forks(
     tmp_path: Path, who: str, forked: bool, interrupts: bool
@@ -83,7 +83,7 @@ def start():
     process.start()
     process.join()
 
-processes.fork_from_here()
+processes.fork_from_here("cpu")
 try:
     processes.around_start(start)
 except KeyboardInterrupt:
@@ -111,7 +111,7 @@ def start():
     multiprocessing.Process(target=print, args=("runs",)).start()
     os.kill(launcher, signal.SIGKILL)
 
-processes.fork_from_here()
+processes.fork_from_here("cpu")
 os.register_at_fork(after_in_child=outlive)
 processes.around_start(start)
 """

@@ -69,6 +69,8 @@ def arguments(**given: Any) -> SimpleNamespace:
     defaults = {
         "speculative_algorithm": None,
         "attention_backend": None,
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
         "sampling_backend": None,
         "enable_hierarchical_cache": True,
         "hicache_io_backend": "kernel",
@@ -96,6 +98,9 @@ def test_pod_and_what_the_user_chose_stay() -> None:
     ("given", "sentence"),
     [
         ({"attention_backend": "fa3"}, r"--attention-backend fa3 .*; pass triton or pod\."),
+        ({"prefill_attention_backend": "fa3"}, r"--prefill-attention-backend fa3 .* or pod\."),
+        ({"decode_attention_backend": "fa3"}, r"--decode-attention-backend fa3 .* or pod\."),
+        ({"sampling_backend": "flashinfer"}, r"--sampling-backend flashinfer .*; pass pytorch\."),
         ({"speculative_algorithm": "EAGLE"}, r"--speculative-algorithm EAGLE .*; drop it\."),
         ({"hicache_mem_layout": "page_head"}, r"--hicache-mem-layout page_head .*; drop it\."),
     ],
@@ -150,6 +155,11 @@ def test_sglang_imports_on_cuda_without_its_kernels() -> None:
         assert extend_attention.CUDA_CAPABILITY == (9, 0)
         from sglang.srt.environ import envs
         assert envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get() == "python"
+        assert envs.SGLANG_ENABLE_WAR_BARRIER.get()
+        from types import SimpleNamespace
+        from sglang.srt.mem_cache.pool_host import base
+        base._cuda_host_unregister = lambda _: print("unregistered", end=" ")
+        base.HostKVCache.destroy(SimpleNamespace(kv_buffer=torch.empty(1), pin_memory=True))
         print("imported")
     """
     done = subprocess.run(
@@ -159,7 +169,7 @@ def test_sglang_imports_on_cuda_without_its_kernels() -> None:
         timeout=240,
         check=False,
     )
-    assert done.stdout.endswith("imported\n"), done.stderr[-3000:]
+    assert done.stdout.endswith("unregistered imported\n"), done.stderr[-3000:]
 
 
 # ---- Host copies, whose bytes ``cpu/test_platform.py`` compares ----

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -384,6 +385,7 @@ def test_request_waits_seconds_for_its_server(
     monkeypatch.setattr(CommonKVReceiver, "query_prefill_dp_ranks", None)  # put back afterwards
     queue: Any = DecodePreallocQueue.__new__(DecodePreallocQueue)
     queue.transfer_backend, queue.kv_manager = SimpleNamespace(value="zmq"), manager
+    queue.scheduler = SimpleNamespace(forward_stream=None)
     queue._ensure_retry_count, queue._ensure_last_attempt_time = {}, {}
     _after_decode_queue(None, queue)
     now = time.monotonic()
@@ -422,7 +424,9 @@ def test_sglang_query_uses_the_bootstrap_client(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CommonKVReceiver, "query_prefill_dp_ranks", None)  # put back afterwards
-    zmq = SimpleNamespace(value="zmq")
-    _after_decode_queue(None, SimpleNamespace(transfer_backend=zmq, kv_manager=manager))
+    zmq, scheduler = SimpleNamespace(value="zmq"), SimpleNamespace(forward_stream=object())
+    queue = partial(SimpleNamespace, transfer_backend=zmq, scheduler=scheduler)
+    _after_decode_queue(None, queue(kv_manager=manager))
+    assert manager.forward_stream is scheduler.forward_stream
     with bootstrap_that_says(GOOD_INFO, GOOD_ROW, {"8": 1}) as server:
         eventually(lambda: CommonKVReceiver.query_prefill_dp_ranks(server, [8]) == {"8": 1})

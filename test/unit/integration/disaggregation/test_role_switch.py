@@ -138,7 +138,8 @@ def test_teardown_leaves_no_socket_thread_or_memory(
     """Roles turn for months."""
     name = "query_prefill_dp_ranks"  # which is put back afterwards
     monkeypatch.setattr(CommonKVReceiver, name, vars(CommonKVReceiver)[name])
-    zmq = SimpleNamespace(value="zmq")
+    zmq, scheduler = SimpleNamespace(value="zmq"), SimpleNamespace(forward_stream=object())
+    queue = partial(SimpleNamespace, transfer_backend=zmq, scheduler=scheduler)
     last: Any = lambda: None  # noqa: E731 - as a weak reference says it
 
     def is_gone() -> bool:
@@ -154,7 +155,7 @@ def test_teardown_leaves_no_socket_thread_or_memory(
         eventually(is_gone, "the manager before, once this one's series are exported")
         if role is DECODE:
             manager.bootstrap_client.ensure_known(f"127.0.0.1:{rank.bootstrap_port}")
-            _after_decode_queue(None, SimpleNamespace(transfer_backend=zmq, kv_manager=manager))
+            _after_decode_queue(None, queue(kv_manager=manager))
         last = weakref.ref(manager)
         manager.teardown()
         del manager

@@ -18,7 +18,6 @@ from sglang_tiered.config import (
     GiB,
     MiB,
     NvmeConfig,
-    ObjectConfig,
     TieredConfig,
     TierMode,
     TransferConfig,
@@ -32,6 +31,7 @@ from sglang_tiered.integration.launch import flags as tier_flags
 from sglang_tiered.integration.launch import resolve as server_args
 from sglang_tiered.integration.launch.resolve import _resolve_request_log, resolve_object
 from sglang_tiered.integration.storage import shards, tiers
+from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.storage.filesystem import filesystem_type
 
@@ -291,7 +291,7 @@ def test_a_bucket_has_a_cap_by_default(resolve: Any, tmp_path: Path) -> None:
     config = resolve("--tier-dir {tmp}/kv --tp 2 --tier-object-url {tmp}/shared").config
     assert config.object.url == (tmp_path / "shared").as_uri()
     assert config.object.capacity_bytes == 1 << 40
-    settings = tiers.object_settings(config)
+    settings = config.object_of_rank
     assert settings is not None and settings.capacity_bytes == 1 << 39
 
 
@@ -299,7 +299,7 @@ def test_ranks_share_the_limits_of_the_bucket(resolve: Any) -> None:
     line = "--tier-dir {tmp}/kv --tp 2 --tier-nvme-bytes 1GiB --tier-object-url s3://b/p"
     more = " --tier-object-bytes 1TiB --tier-object-ttl 7d --tier-object-requests-per-day 1000"
     config = resolve(line + more).config
-    settings = tiers.object_settings(config)
+    settings = config.object_of_rank
     assert (settings.capacity_bytes, settings.requests_per_day) == (1 << 39, 500)
     assert settings.ttl_s == 7 * 86400
 

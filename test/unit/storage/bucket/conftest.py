@@ -9,7 +9,8 @@ import pytest
 
 from kit.runs import NAMESPACE
 from kit.waiting import drained
-from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.storage.bucket import BucketEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,7 @@ def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
     def make(
         *, namespace: bytes = NAMESPACE, encoding: Any = None, clocks: Any = None, **changes: Any
     ) -> BucketEngine:
-        settings = BucketSettings(
+        settings = ObjectConfig(
             **{
                 "url": f"memory://{tmp_path}",
                 "staging_bytes": 4 << 20,

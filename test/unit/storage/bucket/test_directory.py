@@ -17,7 +17,7 @@ from kit.runs import NAMESPACE, blank, make_run, page_data
 from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import Reason, Run
-from sglang_tiered.storage.bucket import BucketEngine, BucketSettings, directory
+from sglang_tiered.storage.bucket import BucketEngine, directory
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.directory import STAGED, Directory
 from sglang_tiered.storage.bucket.requests import BucketError, Requests
@@ -283,7 +283,7 @@ def test_no_link_leads_out_of_the_directory(tmp_path: Path, place: str) -> None:
     link = bucket / place.format(ns="77" * 32, own=NAMESPACE.hex())
     link.parent.mkdir(parents=True)
     link.symlink_to(home)
-    requests = Requests(BucketSettings(url=bucket.as_uri()))
+    requests = Requests(bucket.as_uri())
     Collector(requests, CollectorSettings(ttl_s=1.0)).run_once(NAMESPACE)
     through = str(link.relative_to(bucket))
     for call in (

@@ -13,14 +13,13 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.storage.bucket import BucketSettings
 from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
 
 KEY_ID, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMIbPxRfiCYEXAMPLEKEY"
 
 
 def opened(url: str, **changes: Any) -> Requests:
-    return Requests(BucketSettings(url=url, **{"request_timeout_s": 5.0, **changes}))
+    return Requests(url, **{"timeout_s": 5.0, **changes})
 
 
 def failure(call: Any, *arguments: Any, **named: Any) -> BucketError:
@@ -153,7 +152,7 @@ def test_plain_http_only_where_the_endpoint_says_so(
 def test_a_silent_server_fails_in_time(environment: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        client = opened("s3://tier-test", request_timeout_s=0.3)
+        client = opened("s3://tier-test", timeout_s=0.3)
         began = time.monotonic()
         found = failure(client.get, "v1/x", 10)
         assert time.monotonic() - began < 8.0

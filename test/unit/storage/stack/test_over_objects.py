@@ -13,8 +13,9 @@ from kit.request_hooks import listed
 from kit.runs import NAMESPACE, make_run, of
 from kit.tiers import loads, open_region, store
 from kit.waiting import TIMEOUT_S, drained, eventually
+from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.storage.base import Erasure, Tier
-from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.stack import TierStack
 from sglang_tiered.storage.stack.tiers import Span
@@ -28,7 +29,7 @@ KEYS = RUN.keys
 def servers(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     def open_engine(name: str) -> TierStack:
         url = (tmp_path / "shared").as_uri()
-        settings = BucketSettings(url=url, staging_bytes=1 << 22, num_connections=2)
+        settings = ObjectConfig(url=url, staging_bytes=1 << 22, num_connections=2)
         bucket = BucketEngine(settings, namespace=NAMESPACE)
         return TierStack(open_region(tmp_path / name), [bucket])
 

@@ -12,8 +12,9 @@ import pytest
 from kit.runs import NAMESPACE
 from kit.tiers import open_region
 from kit.waiting import TIMEOUT_S, eventually
+from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.storage.base import PIECE_KEYS, Erasure
-from sglang_tiered.storage.bucket import BucketEngine, BucketSettings
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.promises import all_true, ended, is_true
 from sglang_tiered.storage.stack import TierStack
 
@@ -91,7 +92,7 @@ def test_a_start_writes_its_notes_together(store: Store) -> None:
 
 def test_memory_hears_what_the_bucket_knew_before(tmp_path: Path) -> None:
     """As when tiers are attached to a running server, and another one has purged meanwhile."""
-    settings = BucketSettings(url=(tmp_path / "bucket").as_uri())
+    settings = ObjectConfig(url=(tmp_path / "bucket").as_uri())
     other = BucketEngine(settings, namespace=NAMESPACE)
     assert is_true(other.erase(Erasure(None, TENANT)), TIMEOUT_S)
     other.close()

@@ -181,8 +181,7 @@ def test_gc_by_age_of_old_namespaces(cli: Cli, url: str, tmp_path: Path) -> None
     [
         (("dump", "s3://bucket/kv"), "dump is for a directory"),
         (("verify", "s3://bucket/kv", "--region", "1"), "--region is for a directory"),
-        (("gc", "s3://bucket/kv", "--keep-namespace", "00" * 8), "--keep-namespace is for"),
-        (("gc", "/", "--ttl", "1d"), "are for a URL"),
+        (("gc", "/", "--ttl", "1d", "--delete"), "gc is for the URL of an object tier"),
         (("gc", "s3://bucket/kv", "--ttl", "soon"), "is not a time"),
         (("gc", "s3://bucket/kv", "--max-bytes", "lots"), "is not a size"),
         (("stat", "ftp://bucket/kv"), "is not a place for the object tier"),

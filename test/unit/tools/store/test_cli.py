@@ -21,7 +21,7 @@ from sglang_tiered.storage.region.directory import prepare
 from sglang_tiered.storage.region.files import MANIFEST_NAME
 from sglang_tiered.storage.region.format import region_name
 
-COMMANDS = ("stat", "verify", "dump", "gc")
+COMMANDS = ("stat", "verify", "dump")
 
 
 def run_module(
@@ -41,7 +41,7 @@ def run_module(
 
 @pytest.mark.parametrize(
     "words",
-    ["stat", "stat --json", "stat --jobs 3", "verify --jobs 1", "verify --jobs 3", "dump", "gc"],
+    ["stat", "stat --json", "stat --jobs 3", "verify --jobs 1", "verify --jobs 3", "dump"],
 )
 def test_looking_changes_nothing(cli: Cli, tier: Path, words: str) -> None:
     before = digest(tier)
@@ -90,7 +90,7 @@ def test_a_directory_without_store_is_refused_untouched(
     path.mkdir()
     make(path)
     before = digest(path)
-    refusal = cli(command, path, *(["--delete"] if command == "gc" else [])).refusal
+    refusal = cli(command, path).refusal
     assert what in refusal
     assert ("--tier-dir of a server" in refusal) == (make is not newer)
     assert digest(path) == before
@@ -143,7 +143,7 @@ def test_an_empty_tier_and_shard_are_fine(cli: Cli, tmp_path: Path, command: str
 def test_names_that_would_command_a_terminal_are_escaped(cli: Cli, tier: Path, shard: Path) -> None:
     os.mkfifo(shard / region_name(9))
     evil = tier.rename(tier.parent / "\x1b[2J\udcff")
-    for command in ("stat", "verify", "gc"):
+    for command in ("stat", "verify"):
         outcome = cli(command, evil)
         assert "\x1b" not in outcome.out + outcome.err
         assert json.loads(cli(command, evil, "--json").out)

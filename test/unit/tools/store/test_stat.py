@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -13,12 +14,16 @@ import pytest
 from kit.commands import Cli
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run, make_soft_run, soft_encoding
 from kit.stores import REGION, SIZES, flip, keep, keep_again, open_engine, plant_region, store
-from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.base import NO_TENANT, Erasure
+from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region import erase_log
+from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.directory import STORE_VERSION, shard_path
-from sglang_tiered.storage.region.files import CHECKPOINT_NAME, MANIFEST_NAME
+from sglang_tiered.storage.region.erase_log import Bound, Erased
+from sglang_tiered.storage.region.files import CHECKPOINT_NAME, ERASED_NAME, MANIFEST_NAME
 from sglang_tiered.storage.region.format import FORMAT_VERSION, region_name
 from sglang_tiered.storage.region.notes import PageSize, add_page_size
-from sglang_tiered.tools.store.scan import ReadOnlyDevice
+from sglang_tiered.storage.region.pins import PinRefusal, file_of
 
 PAYLOAD = 12_288 + 12_000 + 9_000
 
@@ -185,9 +190,9 @@ def test_regions_of_another_format_are_counted_apart(cli: Cli, tier: Path, shard
 def test_a_region_that_vanishes_is_not_missed(
     cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = ReadOnlyDevice.list_names
+    original = FileReader.list_names
     ghost = region_name(99)
-    monkeypatch.setattr(ReadOnlyDevice, "list_names", lambda self: [*original(self), ghost])
+    monkeypatch.setattr(FileReader, "list_names", lambda self: [*original(self), ghost])
     code, report = stat(cli, tier)
     assert (code, report["shards"][0]["regions_gone_meanwhile"]) == (0, 1)
     assert report["total"]["regions"]["all"] == 3
@@ -202,3 +207,50 @@ def test_a_shard_not_a_directory_is_left_alone(
     code, report = stat(cli, tier)
     assert (code, report["total"]["pages"]) == (0, 9)
     assert "'shard-link' is not a directory" in report["notes"][0]
+
+
+def test_purged_pages_are_counted_apart(cli: Cli, tier: Path, shard: Path) -> None:
+    bound = Bound(1, 3 * 4096)  # behind all of region 0 and within region 1
+    (shard / ERASED_NAME).write_bytes(erase_log.pack(Erased({NO_TENANT: bound, b"a" * 16: bound})))
+    _, report = stat(cli, tier)
+    assert report["total"]["purged_pages"] == 6
+    tenant = {"tenant": "00" * 16, "pages": 9, "payload_bytes": 3 * sum(SIZES)}
+    assert report["total"]["tenants"] == [tenant]
+
+
+def test_forgotten_pages_and_pins_are_known(cli: Cli, tier: Path, shard: Path) -> None:
+    engine = open_engine(shard)
+    gone, kept = make_run(50, SIZES), make_run(51, SIZES[:2])
+    for run in (gone, kept):
+        store(engine, run)
+    before = stat(cli, tier)[1]["shards"][0]["purged_pages"]
+    assert is_true(engine.erase(Erasure.of(gone.keys[:2])), 20.0)
+    for name in ("a", "b"):
+        made = engine.pin(name, kept.keys)
+        assert not isinstance(made, PinRefusal)
+        assert is_true(made, 20.0)
+    engine.close()
+    code, report = stat(cli, tier)
+    assert (code, report["shards"][0]["purged_pages"]) == (0, before + 2)
+    pins = {"valid": 2, "pages": 2, "damaged": 0, "newer": 0, "unread": 0}
+    assert report["shards"][0]["pins"] == pins
+    assert "2 pins name 2 pages" in cli("stat", tier).out
+    (shard / file_of("b")).write_bytes(b"x")
+    assert "1 pins do not verify" in cli("stat", tier).out
+    assert file_of("b") in os.listdir(shard), "looking changes nothing"
+
+
+@pytest.mark.parametrize("command", ["stat", "verify"])
+def test_an_erase_log_unread_is_one_sentence(
+    cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """A disk that fails must not look like a purge of everything."""
+    real = FileReader.read_file
+
+    def read(self: FileReader, name: str) -> bytes:
+        if name == ERASED_NAME:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self, name)
+
+    monkeypatch.setattr(FileReader, "read_file", read)
+    assert "which says what was erased, cannot be read" in cli(command, tier).refusal

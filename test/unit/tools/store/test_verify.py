@@ -12,13 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kit.commands import Cli
 from kit.runs import make_run
 from kit.stores import REGION, SIZES, flip, open_engine, store
-from sglang_tiered.storage.region import sync_worker
-from sglang_tiered.storage.region.files import CHECKPOINT_NAME
+from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.region import erase_log, sync_worker
+from sglang_tiered.storage.region.device import FileReader
+from sglang_tiered.storage.region.files import CHECKPOINT_NAME, ERASED_NAME, PIN_PREFIX
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     Contents,
@@ -31,9 +34,9 @@ from sglang_tiered.storage.region.format import (
     unpack_footer,
     unpack_region_header,
 )
+from sglang_tiered.storage.region.pins import PinRefusal
 from sglang_tiered.storage.region.walk import Problem
-from sglang_tiered.tools.store import scan
-from sglang_tiered.tools.store.scan import ReadOnlyDevice
+from sglang_tiered.tools.store.scan import ScannedRegion
 
 FIRST = region_name(0)
 Forge = Callable[[bytearray, RegionHeader], None]
@@ -210,6 +213,35 @@ def test_a_file_named_like_a_region_is_reported(
     assert "has 24576 bytes, should 65536" in found[0]["problem"]
 
 
+@pytest.mark.parametrize("file", [ERASED_NAME, PIN_PREFIX])
+def test_what_a_start_would_drop_is_damage(cli: Cli, tier: Path, shard: Path, file: str) -> None:
+    engine = open_engine(shard)
+    pinned = engine.pin("a", make_run(1, SIZES).keys)
+    assert not isinstance(pinned, PinRefusal) and pinned.result(20.0)
+    assert engine.erase(Erasure.of(make_run(2, SIZES).keys)).result(20.0)
+    engine.close()
+    assert verify(cli, tier)[0] == 0
+    (path,) = shard.glob(f"{file}*")
+    flip(path, 12)
+    code, report = verify(cli, tier)
+    assert (code, problems(report)) == (1, [(path.name, "file")])
+    assert "the next start removes" in report["shards"][0]["problems"][0]["problem"]
+    outcome = cli("verify", tier)
+    assert f"damage: {shard.name}/{path.name}: file " in outcome.out
+    assert "damaged: 0 of 2 regions, 0 of 6 pages, 1 other files" in outcome.out
+    engine = open_engine(shard)
+    assert engine.stats().num_pages == (0 if file == ERASED_NAME else 6)
+    assert file != PIN_PREFIX or not engine.pins(), "that is what a start does"
+
+
+def test_a_large_erase_log_is_no_damage(cli: Cli, tier: Path, shard: Path) -> None:
+    keys = np.zeros(1_400_000, erase_log._KEYS)
+    keys["key"] = np.arange(len(keys)).astype("S32")
+    (shard / ERASED_NAME).write_bytes(erase_log.pack(erase_log.Erased(parts=[keys])))
+    assert (shard / ERASED_NAME).stat().st_size > 64 << 20
+    assert verify(cli, tier)[0] == 0
+
+
 def test_a_damaged_checkpoint_is_a_note(cli: Cli, tier: Path, shard: Path) -> None:
     flip(shard / CHECKPOINT_NAME, 10)
     code, report = verify(cli, tier)
@@ -300,17 +332,16 @@ def test_pages_right_at_second_look_are_undamaged(
     cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_engine(shard)
-    inspect_region = scan.inspect_region
+    read_all = ScannedRegion.scan
     looks: list[str] = []
 
-    def look(device: ReadOnlyDevice, name: str, **options: Any) -> Any:
-        view = inspect_region(device, name, **options)
-        looks.append(name)
-        if name == FIRST and looks.count(name) == 1:
+    def look(view: ScannedRegion, *arguments: Any, **options: Any) -> None:
+        read_all(view, *arguments, **options)
+        looks.append(view.name)
+        if view.name == FIRST and looks.count(FIRST) == 1:
             view.problems.append(Problem("footer", 0, 0, "is being written"))
-        return view
 
-    monkeypatch.setattr(scan, "inspect_region", look)
+    monkeypatch.setattr(ScannedRegion, "scan", look)
     assert verify(cli, tier)[0] == 0
     assert looks.count(FIRST) == 2
 
@@ -323,14 +354,14 @@ def test_a_region_reclaimed_meanwhile_is_no_damage(
     if damaged:
         flip(shard / FIRST, 9000)
     method = "open" if when == "before" else "readv"
-    original = getattr(ReadOnlyDevice, method)
+    original = getattr(FileReader, method)
 
-    def reclaim(self: ReadOnlyDevice, *arguments: Any) -> Any:
+    def reclaim(self: FileReader, *arguments: Any) -> Any:
         if when == "while" or arguments == (FIRST,):
             (shard / FIRST).unlink(missing_ok=True)
         return original(self, *arguments)
 
-    monkeypatch.setattr(ReadOnlyDevice, method, reclaim)
+    monkeypatch.setattr(FileReader, method, reclaim)
     code, report = verify(cli, tier, "--jobs", "1")
     assert (code, report["total"]["regions_gone_meanwhile"]) == (0, 1)
     assert "1 regions were reclaimed" in report["notes"][-1]
@@ -340,16 +371,16 @@ def test_a_bad_sector_costs_only_its_pages(
     cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = 5 * BLOCK_BYTES  # where the second page begins
-    original = ReadOnlyDevice.readv
+    original = FileReader.readv
 
-    def readv(self: ReadOnlyDevice, fd: int, segments: Any, offset: int) -> int:
+    def readv(self: FileReader, fd: int, segments: Any, offset: int) -> int:
         length = sum(segment.nbytes for segment in segments)
         name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
         if name == FIRST and offset <= bad < offset + length:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return original(self, fd, segments, offset)
 
-    monkeypatch.setattr(ReadOnlyDevice, "readv", readv)
+    monkeypatch.setattr(FileReader, "readv", readv)
     code, report = verify(cli, tier)
     assert code == 1
     assert [(p["part"], p["offset"]) for p in report["shards"][0]["problems"]] == [("page", bad)]
@@ -359,14 +390,14 @@ def test_a_bad_sector_costs_only_its_pages(
 def test_a_region_we_may_not_open_is_reported(
     cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    original = ReadOnlyDevice.open
+    original = FileReader.open
 
-    def fail(self: ReadOnlyDevice, name: str) -> int:
+    def fail(self: FileReader, name: str) -> int:
         if name == FIRST:
             raise OSError(code, os.strerror(code), name)
         return original(self, name)
 
-    monkeypatch.setattr(ReadOnlyDevice, "open", fail)
+    monkeypatch.setattr(FileReader, "open", fail)
     if code == errno.EMFILE:  # too many open files are no damage
         assert os.strerror(code) in cli("verify", tier).refusal
     else:
@@ -379,7 +410,7 @@ def test_without_direct_io_all_is_found_as_well(
     cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped = []
-    monkeypatch.setattr("sglang_tiered.tools.store.scan._DIRECT", 0)
+    monkeypatch.setattr("sglang_tiered.storage.region.device._DIRECT", 0)
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments[3]))
     assert verify(cli, tier)[0] == 0
     assert set(dropped) == {os.POSIX_FADV_DONTNEED}

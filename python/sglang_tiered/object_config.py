@@ -1,0 +1,123 @@
+"""The flags of the object tier, and what else a bucket is opened with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import TIME, Flag, Kind, MiB, TiB, count, require_positive, size
+
+__all__ = ["ObjectConfig"]
+
+OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
+
+
+def _object_url(flag: str, text: str) -> str:
+    """The URL of a place for objects; a path stands for the URL of that directory."""
+    if "://" not in text and text.startswith(("/", "~")):
+        return Path(text).expanduser().absolute().as_uri()
+    scheme, separator, rest = text.partition("://")
+    if not separator or scheme not in OBJECT_SCHEMES or not rest.strip("/"):
+        raise ConfigError(
+            f"{flag} {_shown(text)} is not a place for objects; write s3://bucket/prefix, "
+            "gs://bucket/prefix, az://container/prefix or the absolute path of a shared directory."
+        )
+    return text
+
+
+def _shown(url: str) -> str:
+    """A URL without what may be secret."""
+    scheme, separator, rest = url.partition("://")
+    place, _, path = rest.partition("/")
+    path = path.split("?")[0].split("#")[0]
+    return scheme + separator + place.rpartition("@")[2] + ("/" + path if "/" in rest else "")
+
+
+class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The object tier below NVMe, shared by all servers that name it. Daily limits are of this
+    server, all ranks together. Credentials stay in the environment."""
+
+    url: Annotated[
+        str,
+        Flag(
+            "--tier-object-url",
+            Kind("URL", _object_url),
+            "Object store below NVMe that servers share: `s3://bucket/prefix`, `gs://`, `az://`, "
+            "or the path of a shared directory. Credentials come from the environment.",
+            default="none",
+            is_secret=True,
+        ),
+    ]
+    capacity_bytes: Annotated[
+        int,
+        Flag(
+            "--tier-object-bytes",
+            size("drop it for 1TiB"),
+            "Cap of what all servers with the same model and settings have there, kept by their "
+            "collectors; the oldest goes first.",
+            default="1TiB",
+        ),
+    ] = TiB
+    ttl_s: Annotated[
+        float | None,
+        Flag(
+            "--tier-object-ttl",
+            TIME,
+            "Age at which objects stop being found and are deleted, e.g. `7d`.",
+            default="no limit",
+        ),
+    ] = None
+    writes_per_day: Annotated[
+        int | None,
+        Flag(
+            "--tier-object-writes-per-day",
+            size("drop it for no limit"),
+            "What this server may write there in any 24 hours, e.g. `200GiB`.",
+            default="no limit",
+        ),
+    ] = None
+    requests_per_day: Annotated[
+        int | None,
+        Flag(
+            "--tier-object-requests-per-day",
+            count("N"),
+            "Pages it may put there in any 24 hours, a request each.",
+            default="no limit",
+        ),
+    ] = None
+
+    refresh_s: float = 5.0  # how often other servers' pages are looked for
+    max_pages: int = 2_000_000  # of the index in memory; the oldest are forgotten first
+    max_tenant_bytes: int | None = None  # of one tenant; its own oldest are forgotten for it
+    num_connections: int = 8  # requests under way that load pages; half as many store them
+    request_timeout_s: float = 10.0  # of one request, its body included, and of its retries
+    staging_bytes: int = 256 * MiB  # pages that wait for their upload in their owner's memory
+
+    def __post_init__(self) -> None:
+        if self.shown_url != self.url:
+            raise ConfigError(
+                f"--tier-object-url {self.shown_url} carries credentials or options; leave them "
+                "out, they come from the environment (AWS_ACCESS_KEY_ID and the like)."
+            )
+        for flag, value in (
+            ("--tier-object-bytes", self.capacity_bytes),
+            ("--tier-object-writes-per-day", self.writes_per_day),
+            ("--tier-object-requests-per-day", self.requests_per_day),
+        ):
+            if value is not None:
+                require_positive(flag, value)
+        if self.ttl_s is not None and not self.ttl_s > 0:
+            raise ConfigError(f"--tier-object-ttl {self.ttl_s:g} must be greater than zero.")
+
+    @property
+    def shown_url(self) -> str:
+        """The URL without what may be secret, for messages."""
+        return _shown(self.url)
+
+    @property
+    def max_page_bytes(self) -> int:
+        """The longest page that can be kept."""
+        return min(self.staging_bytes, self.capacity_bytes)
