@@ -30,8 +30,8 @@ HELD = {
     "laboratory lines": 10_700,
     "kernel lines": 3_500,
     "benchmark lines": 18_400,
-    "test lines": 85_200,
-    "Markdown bytes": 302_700,
+    "test lines": 85_150,
+    "Markdown bytes": 230_000,
 }
 
 

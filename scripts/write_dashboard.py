@@ -1,8 +1,8 @@
-"""Write the Grafana dashboard, and the page that explains it, from the panels of this table.
+"""Write the Grafana dashboard from the panels of this table.
 
     python scripts/write_dashboard.py [--check]
 
-``--check`` writes nothing and exits with 1 where a file says something else. A metric in an
+``--check`` writes nothing and exits with 1 where the file says something else. A metric in an
 expression is ``tiered:NAME{MORE}`` or ``sglang:NAME{MORE}``; the dashboard's variables are added as
 selectors, and ``[]`` becomes the interval of a rate.
 """
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.metrics import PREFIX
-from write_tables import rewritten, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -409,37 +408,20 @@ def written(value: Any, indent: int = 0) -> str:
     return f"{ends[0]}\n{pad} " + f",\n{pad} ".join(parts) + f"\n{pad}{ends[1]}"
 
 
-SHOWN = ("Is anything wrong?",)
-"""Rows of the dashboard that its page explains: where alerts lead."""
-
-
-def explained() -> str:
-    """Their panels as the page shows them; all have the text in Grafana."""
-    return "".join(
-        f"\n### {title}\n\n"
-        + table(("panel", "read it as"), ((panel.title, panel.text) for panel in panels))
-        for title, panels in ROWS.items()
-        if title in SHOWN
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 on a change")
     is_check = parser.parse_args(arguments).check
-    page = FOLDER / "README.md"
-    wanted = {
-        FOLDER / "sglang-tiered.json": written(dashboard()) + "\n",
-        page: rewritten(page.read_text(encoding="utf-8"), {"panels": explained()}),
-    }
-    stale = [path for path, text in wanted.items() if path.read_text(encoding="utf-8") != text]
-    for path in stale:
-        if not is_check:
-            path.write_text(wanted[path], encoding="utf-8")
+    path = FOLDER / "sglang-tiered.json"
+    wanted = written(dashboard()) + "\n"
+    is_stale = path.read_text(encoding="utf-8") != wanted
+    if is_stale and not is_check:
+        path.write_text(wanted, encoding="utf-8")
+    if is_stale:
         what = "stale; run python scripts/write_dashboard.py" if is_check else "written"
         print(f"scripts/grafana/{path.name}: {what}")
-    return 1 if is_check and stale else 0
+    return 1 if is_check and is_stale else 0
 
 
 if __name__ == "__main__":

@@ -14,16 +14,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from sglang_tiered.config import NvmeConfig, TieredConfig, TransferConfig
 from sglang_tiered.flags import Flag, flags_of
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Metric, MetricKind
 from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.peer_config import PeerConfig
 from sglang_tiered.request_log import RequestLogConfig
-from sglang_tiered.request_record import RequestRecord
-from sglang_tiered.route.settings import RouteConfig
 from sglang_tiered.sharing import membership
 from sglang_tiered.sharing.pages import messages as pages
 from sglang_tiered.storage.bucket import names as bucket
@@ -38,9 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "docs/flags.md",
     "docs/metrics.md",
-    "docs/requests.md",
     "docs/upgrading.md",
-    "python/sglang_tiered/transfer/README.md",
 )
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.S)
 
@@ -60,19 +54,14 @@ def flag_table(flags: Iterable[Flag]) -> str:
 
 
 def metric_table(metrics: Iterable[Metric]) -> str:
-    """Metrics as they are exported, but for the prefix."""
-    return table(
-        ("metric", "kind", "labels", "meaning"),
-        (
-            (
-                f"`{metric.name}{'_total' if metric.kind is MetricKind.COUNTER else ''}`",
-                metric.kind.value,
-                "; ".join(label_texts(metric)),
-                metric.help,
-            )
-            for metric in metrics
-        ),
-    )
+    """Metrics as they are exported, but for the prefix, by their own labels."""
+    by_labels: dict[str, list[str]] = {}
+    for metric in metrics:
+        suffix = "_total" if metric.kind is MetricKind.COUNTER else ""
+        is_histogram = metric.kind is MetricKind.HISTOGRAM
+        shown = f"`{metric.name}{suffix}`{' (histogram)' if is_histogram else ''}"
+        by_labels.setdefault("; ".join(label_texts(metric)), []).append(shown)
+    return table(("labels", "metrics"), ((own, ", ".join(by_labels[own])) for own in by_labels))
 
 
 def label_texts(metric: Metric) -> Iterator[str]:
@@ -85,32 +74,6 @@ def label_texts(metric: Metric) -> Iterator[str]:
             if place < len(source.labels) or source.known
         }
         yield f"`{label}`: {', '.join(values)}" if values else f"`{label}`"
-
-
-def record_table() -> str:
-    """The fields of a request's line, those of a part behind the part."""
-
-    def rows(fields: Iterable[msgspec.inspect.Field], prefix: str) -> Iterable[tuple[str, str]]:
-        for field in fields:
-            kind, name = field.type, f"{prefix}{field.encode_name}"
-            meaning = ""
-            if isinstance(kind, msgspec.inspect.Metadata):
-                meaning = (kind.extra_json_schema or {}).get("description", "")
-                kind = kind.type
-            parts = [
-                part
-                for part in getattr(kind, "types", (kind,))
-                if not isinstance(part, msgspec.inspect.NoneType)
-            ]
-            is_list = isinstance(parts[0], msgspec.inspect.VarTupleType)
-            inner = parts[0].item_type if is_list else parts[0]
-            yield f"`{name}{'[]' if is_list else ''}`", meaning
-            if isinstance(inner, msgspec.inspect.StructType):
-                yield from rows(inner.fields, f"{name}{'[]' if is_list else ''}.")
-
-    record = msgspec.inspect.type_info(RequestRecord)
-    assert isinstance(record, msgspec.inspect.StructType)
-    return table(("field", "meaning"), rows(record.fields, ""))
 
 
 def version_table() -> str:
@@ -156,7 +119,6 @@ def tables() -> dict[str, str]:
         "peers": (PeerConfig,),
         "requests": (RequestLogConfig,),
         "transfer": (TransferConfig,),
-        "route": (RouteConfig,),
     }
     every = [flag for configs in sections.values() for flag in flags_of(*configs)]
     return {
@@ -165,9 +127,7 @@ def tables() -> dict[str, str]:
             for name, configs in sections.items()
         },
         "settings": flag_table(flag for flag in every if flag.is_setting),
-        "metrics": metric_table(METRICS),
-        "request_fields": record_table(),
-        "transfer_metrics": metric_table(TRANSFER_METRICS),
+        "metrics": metric_table((*METRICS, *TRANSFER_METRICS)),
         "versions": version_table(),
     }
 

@@ -1,7 +1,7 @@
 """What this package exports beside SGLang's own on ``/metrics``: the table, and durations.
 
 A new metric is a counter, a field of a stats object, and a row of the table.
-``scripts/write_tables.py`` writes the tables of the documents. Imports nothing heavy and no other
+``scripts/write_tables.py`` names them in ``docs/metrics.md``. Imports nothing heavy and no other
 room, so that every room may count with it.
 """
 

@@ -1,8 +1,8 @@
 """``RequestRecord``: the line of JSON that tells one request's story (``--tier-log-requests``).
 
-A server assembles it (``integration.observe.requests``), ``sglang-tiered explain`` reads
-it, and ``scripts/write_tables.py`` writes the table of ``docs/requests.md`` from the descriptions
-here. Nothing in it is of a prompt's text, tokens or keys; a tenant is its digest.
+A server assembles it (``integration.observe.requests``), ``sglang-tiered explain`` reads it, and
+``docs/openapi.json`` has the descriptions here. Nothing in it is of a prompt's text, tokens or
+keys; a tenant is its digest.
 
 A field whose name ends in ``at_s`` is a moment, in seconds after the request arrived at the
 scheduler; another ``_s`` is a duration. A field that has its default is left out of the line. A

@@ -1,20 +1,22 @@
-"""Watches a cache: each call may change the states of requests' loads as the table in the room's
-README says, and nothing changes them between two calls."""
+"""Watches a cache: each call may change the states of requests' loads as the table here says, and
+nothing changes them between two calls.
+
+States are those of ``loads.State``, but for its WAITING, of which LANDED is that whose host copies
+are locked, and LOADING: QUEUED has no host memory yet, READING has. GONE has no record, or none in
+the queue."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import sglang_tiered.integration.cache as room
 from sglang_tiered.integration.cache.loads import State
 from sglang_tiered.integration.cache.returns import HANDLE_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
@@ -22,34 +24,40 @@ if TYPE_CHECKING:
 Transition = tuple[str, str, str]
 """An event, and the states before and after it."""
 
-_PAGE = Path(next(iter(room.__path__))) / "README.md"
+_STATES = {"GONE", "WAITING", "DECLINED", "ASKED", "DEFERRED", "QUEUED", "READING", "LANDED"}
+_STATES |= {"BOTH_ENDS"}
+_TABLE = """\
+asks | any | WAITING, DECLINED, ASKED, DEFERRED, QUEUED, READING, BOTH_ENDS | what was planned
+steps, looks | QUEUED | WAITING | too little is left, or given up unread: ``LoadScheduler.revoked``
+steps | QUEUED | READING | SGLang has allocated host memory
+steps, looks | QUEUED, READING | LANDED, WAITING | it ended, and brought something or nothing
+steps | LANDED | DEFERRED, WAITING | nobody can admit it, another could start: ``_make_room``
+steps | DECLINED | WAITING | it gains by now: SGLang is told to ask again
+looks | DEFERRED | WAITING | waiting gains nothing more on some rank: ``stays_put_off``
+evicts | LANDED | WAITING | memory of other components' states is short
+chunks | BOTH_ENDS | WAITING, GONE | nothing is left to meet, or the last chunk runs
+admits | any but QUEUED, READING, BOTH_ENDS | GONE | ``LoadScheduler.leaves``
+aborts, resets | any | GONE | SGLang ends the load; the tree was emptied
+detaches | any but LANDED, GONE | WAITING, GONE | GONE: it ran from both ends
+hides | BOTH_ENDS | WAITING, GONE | weights were replaced, or all that memory holds was hidden
+"""
 
 
-def _rows(heading: str) -> Iterator[list[str]]:
-    """The cells of a table of the page, by its first heading."""
-    lines = _PAGE.read_text(encoding="utf-8").splitlines()
-    first = next(at for at, line in enumerate(lines) if line.startswith(f"| {heading} |"))
-    for line in lines[first + 2 :]:
-        if not line.startswith("|"):
-            return
-        yield [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def _named(cell: str, states: set[str]) -> set[str]:
+def _named(cell: str) -> set[str]:
     names = set(re.findall(r"[A-Z_]{4,}", cell))
-    assert names <= states, cell
-    return states - names if cell.startswith("any") else names
+    assert names <= _STATES, cell
+    return _STATES - names if cell.startswith("any") else names
 
 
 def transitions() -> set[Transition]:
     """All that the table allows."""
-    states = {row[0] for row in _rows("state")}
+    rows = [line.split(" | ") for line in _TABLE.splitlines()]
     return {
         (event, before, after)
-        for events, sources, targets, *_ in _rows("event")
+        for events, sources, targets, _ in rows
         for event in events.split(", ")
-        for before in _named(sources, states)
-        for after in _named(targets, states)
+        for before in _named(sources)
+        for after in _named(targets)
         if before != after
     }
 
@@ -127,7 +135,7 @@ class LoadWatch:
         return Counter(self._states.values())
 
     def state_of(self, handle: CacheRequestHandle) -> str:
-        """The state of a request. All tables that the page names for it agree on it."""
+        """The state of a request. All tables that hold it agree on it."""
         cache, tiering = self._cache, self._cache.tiering
         loads, planner = tiering.loads, tiering.planner
         window, info = loads._window, cache.ongoing_prefetch.get(handle)

@@ -75,8 +75,8 @@ def _values(metric: Metric, label: str) -> set[str]:
     return {keys[at] for keys in known}
 
 
-def test_dashboard_and_page_are_as_their_table_says() -> None:
-    """Run as a person does; without ``--check`` it mends them."""
+def test_the_dashboard_is_as_its_table_says() -> None:
+    """Run as a person does; without ``--check`` it mends it."""
     ended = ran(sys.executable, SCRIPTS / "write_dashboard.py", "--check")
     assert ended.returncode == 0, ended.stdout + ended.stderr
 

@@ -275,11 +275,6 @@ def test_the_router_finds_pods_of_headless_services() -> None:
     assert counts == {role: WORKLOADS[role]["spec"]["replicas"] for role in ROLES}
 
 
-def test_router_is_ready_without_its_picker() -> None:
-    """As Envoy is, which goes on."""
-    assert main_of("router")["readinessProbe"]["httpGet"]["port"] == "http"
-
-
 def test_router_outlasts_answers_of_its_servers() -> None:
     (drain,) = [word.partition("=")[2] for word in args_of("router") if "--drain=" in word]
     servers = {pod_of(name)["terminationGracePeriodSeconds"] for name in ROLES}

@@ -30,18 +30,6 @@ def page(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def table_rows(name: str, first_column: str) -> list[list[str]]:
-    """The body of the table of a page whose header begins with this."""
-    lines = page(name).splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
-    rows = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
-
-
 def test_the_front_page_stays_short() -> None:
     assert len(page("README.md").encode()) < MAX_FRONT_PAGE_BYTES
 
@@ -62,13 +50,7 @@ def test_a_stale_table_is_found_and_mended() -> None:
         write_tables.rewritten(page, {"other": ""})
 
 
-def test_every_flag_and_metric_is_in_one_table() -> None:
+def test_every_table_stands_on_one_page() -> None:
     shown = "".join(page(name) for name in write_tables.PAGES)
     for name, table in write_tables.tables().items():
         assert shown.count(f"<!-- table: {name} -->\n{table}") == 1, name
-
-
-def test_code_map_names_places_that_exist() -> None:
-    for row in table_rows("CONTRIBUTING.md", "where"):
-        first = Path(row[0].split(",")[0].strip("` "))
-        assert (ROOT / first).exists(), first

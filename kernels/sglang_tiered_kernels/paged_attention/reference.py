@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["DecodePlan", "decode", "extend", "plan_decode"]
 
 # Queries handled together. Larger blocks waste products on masked keys and push the explicit
-# product's scores out of cache; smaller ones pay call overhead (README).
+# product's scores out of cache; smaller ones pay call overhead.
 _QUERY_BLOCK = 128
 # The explicit product holds its scores, in float32: at most 64 MiB of them at a time.
 _SCORE_BUDGET = 1 << 24

@@ -1,8 +1,10 @@
 """One batch as tables of tiles, made on the host once per forward and shared by its layers.
 
 A *unit* is a tile without its head: prefill units are (row, block of queries) and run once per
-query head; decode units are (row, split of its keys) and run once per KV head. The README has the
-records' fields. The tables travel as one int32 tensor in one copy.
+query head; decode units are (row, split of its keys) and run once per KV head. Fields of a prefill
+unit: row, first query, queries, position of the first; of a decode unit: row, query, first key, end
+of keys, place in the workspace or -1; of a merge: query, first place, places. The tables travel as
+one int32 tensor in one copy.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ class SplitLoad(Generic[_Holder]):
     job ends when the last part has ended, so no thread touches its buffers afterwards.
 
     ``find`` says for each key whom to ask, but for those who failed. ``read`` begins a part in
-    so many seconds, and raises nothing; whoever reads calls ``end`` after the last touch of its
-    pages. ``over`` is called just before the caller may know. None of them may block."""
+    so many seconds, or raises with nothing begun; whoever reads calls ``end`` after the last touch
+    of its pages. ``over`` is called just before the caller may know. None of them may block."""
 
     job: Job
     clock: Callable[[], float]
@@ -159,9 +159,13 @@ class SplitLoad(Generic[_Holder]):
                 groups.setdefault(holder, []).append(position)
         for holder, group in groups.items():
             part = LoadPart(self, holder, _select(run, group), group, failed)
-            with self._lock:  # the last thing before: what raises leaves no part that never ends
+            with self._lock:
                 self._num_left += 1
-            self.read(part, self._left_s())
+            try:
+                self.read(part, self._left_s())
+            except Exception:
+                logger.exception(_INTERNAL_ERROR)
+                self.end(part, [Reason.IO_ERROR] * len(group))
 
     def _left_s(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - self.clock())

@@ -1,4 +1,4 @@
-"""The figures of a trace, by name, as ``stat --json`` writes them. README.md defines each."""
+"""The figures of a trace, by name, as ``stat --json`` writes them; its ``--help`` defines each."""
 
 from __future__ import annotations
 

@@ -23,6 +23,21 @@ that is not cached ends it. The cache is one for all requests and holds whole bl
 
 Conversations have no times: they follow one another, so the LRU curve is
 that of conversations that never overlap. Give them times with convert first.
+
+In --json, besides lengths and rates:
+  ideal_hit_rate         hit blocks over all, when nothing is ever evicted;
+                         ideal_token_hit_rate: by tokens
+  mean_request_hit_rate  mean of the share of its tokens that a request hits then
+  at_most_one_hit_share  requests that hit one block at most: often a system prompt
+  lru, lru_curve         hit rates of an LRU cache by capacity in tokens
+  num_unique_blocks      working_set_tokens: their tokens; seen_once_share: of them
+                         those touched once
+  top_reuse_share        of all touches after the first, those of the most reused
+                         1, 5, 10 and 20% of blocks
+  reuse_distance_blocks  different blocks between two touches of a block;
+                         reuse_gap_s: seconds
+  turns                  share of requests by turn; where no conversations are
+                         named, inferred by three shared leading blocks
 """
 _EXAMPLES = """\
   sglang-tiered trace stat mooncake/conversation.jsonl

@@ -27,7 +27,7 @@ ALL = {
 def rows() -> dict[str, list[str]]:
     """Of the table of messages: the fields in its third column, by message."""
     found = {}
-    for line in README.partition("## Counters")[0].splitlines():
+    for line in README.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 4 and cells[0].startswith("`"):
             for name in re.findall(r"`(\w+)`", cells[0]):

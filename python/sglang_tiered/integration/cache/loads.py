@@ -2,7 +2,7 @@
 
 ``Loads`` holds the records of one scheduler. Those who plan loads, begin them and wait for them
 read and write the record. Apart from it are locks, the ranks' questions, and the stories that the
-request log tells. The table in this room's README says which states follow each other.
+request log tells. ``test/integration/load_states.py`` says which states follow each other.
 
 A record goes when SGLang admits or aborts its request. So there are no more of them than requests
 that SGLang holds, with their tokens, and no bound of ours. Scheduler thread only.

@@ -162,7 +162,7 @@ class Device(Files):
 
 class FileReader(Files):
     """Files in a local directory, which is the same one wherever it is moved, for who looks beside
-    its owner: into aligned memory, past the page cache, or what was read is dropped from that."""
+    its owner. It reads into aligned memory past the page cache, or drops from that what it read."""
 
     _access = os.O_RDONLY
 

@@ -184,11 +184,12 @@ class Reclaimer(StorePart):
         """Free room for a region, for the first pin of a full store. Without it the pinned pages of
         the next victim would be in memory alone until they are written again. Where each region has
         some, none goes."""
-        with self._state.lock:
-            is_spare = self._room() >= self._capacity.region_bytes
-            victim = None if is_spare else self.next_victim()
-        if victim is not None and not self.has_pinned(victim):
-            self.evict(victim)
+        while True:
+            with self._state.lock:
+                is_spare = self._room() >= self._capacity.region_bytes
+                victim = None if is_spare else self.next_victim()
+            if victim is None or self.has_pinned(victim) or not self.evict(victim):
+                return
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether a region of that size can be made without evicting."""
@@ -242,6 +243,14 @@ class Reclaimer(StorePart):
             if gone is not None:
                 return gone
         return False
+
+    def give_up(self, nbytes: int) -> bool:
+        """Remove regions of so many bytes, whatever of them the disk gets back; false without."""
+        left = self._state.regions.physical_bytes - nbytes
+        while self._state.regions.physical_bytes > left:
+            if not self.evict_one():
+                return False
+        return True
 
     def with_room(self, write: Callable[[], _T]) -> _T:
         """Write a small file, once more with the room of a region where there is none for it.

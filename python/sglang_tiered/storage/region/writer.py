@@ -367,10 +367,11 @@ class RegionWriter(StorePart):
         try:
             return self._create_reserved()
         except OSError as error:
-            # Once and no more: where an eviction gives no room (a snapshot or a hard link keeps the
-            # blocks) the next one would give none either.
-            is_full = error.errno in FULL_ERRNOS and self._reclaimer.evict_one()
-            if not (is_full and self._reclaimer.reserve(self._region_bytes)):
+            # So much and no more: where unlinks give no room (a snapshot or a hard link keeps the
+            # blocks) further ones would give none either.
+            if error.errno not in FULL_ERRNOS or not self._reclaimer.give_up(self._region_bytes):
+                raise
+            if not self._reclaimer.reserve(self._region_bytes):
                 raise
         return self._create_reserved()
 

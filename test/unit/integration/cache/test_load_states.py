@@ -1,4 +1,4 @@
-"""Random calls of SGLang's scheduler change the states of loads as the room's table says."""
+"""Random calls of SGLang's scheduler change the states of loads as the table says."""
 
 from __future__ import annotations
 

@@ -64,7 +64,6 @@ def gaps(outcome: Outcome) -> list[float]:
 def test_roles_follow_a_trace_that_turns(
     published: Callable[[str], Path], speed: float, cooldown_s: float, fixed: float, moved: float
 ) -> None:
-    """As ``docs/cluster.md`` says."""
     requests = turning(published("conversation"))
     splits = range(1, NUM_SERVERS)
     runs = {number: run_cluster(plan(number, speed=speed), requests) for number in splits}

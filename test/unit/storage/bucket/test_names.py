@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
-import sglang_tiered.storage.bucket as package
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.bucket.erased import record_path
 from sglang_tiered.storage.bucket.names import Layout, PageName, namespace_of, parse_page
@@ -61,8 +59,10 @@ def test_namespaces_are_told_from_other_folders() -> None:
         assert namespace_of(other) is None
 
 
-def test_the_page_shows_names_as_they_are() -> None:
-    page = (Path(package.__file__).parent / "README.md").read_text()
+def test_names_are_those_of_version_2() -> None:
     what = Erasure(tenant=b"\x22" * 16, id=b"\xab" * 16)
-    for path in (PAGE.path(LAYOUT), record_path(7, what, b""), LAYOUT.pin("a")):
-        assert path in page
+    folder = f"v2/{'11' * 32}"
+    page = f"{folder}/pages/2023111422/1320-7-{'22' * 16}-{'a1' * 32}-800000-00000000deadbeef"
+    assert PAGE.path(LAYOUT) == page
+    assert record_path(7, what, b"") == f"v2/erased/000000000007-{'ab' * 16}-t{'22' * 16}"
+    assert LAYOUT.pin("a") == f"{folder}/pins/27c35e6e9373877f29e562464e46497e"
