@@ -18,17 +18,17 @@ PRODUCT = ROOT / "python" / "sglang_tiered"
 MAX_WORDS = 30
 SMALL_LINES = 60
 HELD = {
-    "product lines": 64_300,
-    "product files": 334,
-    "product classes": 651,
+    "product lines": 63_200,
+    "product files": 329,
+    "product classes": 635,
     "class names defined more than once": 8,
-    "product modules with one importer": 96,
-    f"product files under {SMALL_LINES} lines": 58,
+    "product modules with one importer": 93,
+    f"product files under {SMALL_LINES} lines": 55,
     f"docstring sentences over {MAX_WORDS} words": 0,
     "lines of the longest file": 600,
     "product files of the largest folder": 24,
     "laboratory lines": 10_700,
-    "kernel lines": 3_500,
+    "kernel lines": 3_340,
     "benchmark lines": 18_400,
     "test lines": 85_150,
     "Markdown bytes": 230_000,

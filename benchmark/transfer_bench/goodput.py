@@ -62,6 +62,9 @@ class _Events:
     def room_ready(self, room: int, prefix_tokens: int) -> None:
         self._note("ready", room)
 
+    def room_dropped(self, room: int) -> None:
+        """It ended before."""
+
     def room_sent(self, room: int) -> None:
         self._note("sent", room)
 

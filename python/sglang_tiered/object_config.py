@@ -18,7 +18,7 @@ OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "fil
 def _object_url(flag: str, text: str) -> str:
     """The URL of a place for objects; a path stands for the URL of that directory."""
     if "://" not in text and text.startswith(("/", "~")):
-        return Path(text).expanduser().absolute().as_uri()
+        text = Path(text).expanduser().absolute().as_uri()
     scheme, separator, rest = text.partition("://")
     if not separator or scheme not in OBJECT_SCHEMES or not rest.strip("/"):
         raise ConfigError(

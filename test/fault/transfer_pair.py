@@ -147,6 +147,9 @@ class Recorder:
     def room_ready(self, room: int, prefix_tokens: int) -> None:
         self._note("ready", room, prefix_tokens)
 
+    def room_dropped(self, room: int) -> None:
+        """It ended before."""
+
     def room_sent(self, room: int) -> None:
         self._note("sent", room)
 

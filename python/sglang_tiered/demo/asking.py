@@ -34,7 +34,7 @@ NUM_NEW = 12
 # small.
 ASKED = ("admission", "credit", "extent", "hit, miss", "namespace")
 
-_DEADLINE_S = 120.0
+_DEADLINE_S = 300.0
 _FAILURES = (OSError, ValueError, LookupError, TypeError, AttributeError, http.client.HTTPException)
 
 

@@ -31,6 +31,7 @@ from sglang_tiered.demo.server import (
     free_port,
 )
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.loopback import is_loopback_url
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 from sglang_tiered.tools.terminal import Parser, note, print_table, printable, run_program
 
@@ -104,8 +105,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(arguments: Sequence[str], interruption: Interruption) -> int:
     options = make_parser().parse_args(arguments)
-    if options.json is not None:
-        options.json.open("a").close()  # or it were refused behind all the work
+    path: Path | None = options.json
+    if path and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise ConfigError(f"--json {path} cannot be written; name a file in a writable folder")
     try:
         if options.url is None:
             demo = _ask_our_own(options.demo_model, interruption)
@@ -117,9 +119,10 @@ def run(arguments: Sequence[str], interruption: Interruption) -> int:
         note(str(error))
         return 1
     interruption.check()
-    report = document(demo.rows, demo.client.target, is_ours=options.url is None)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    is_here = options.url is None or is_loopback_url(options.url)
+    report = document(demo.rows, demo.client.target, is_here=is_here)
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if missing := [row for row in demo.ages if row not in demo.rows]:
         note(f"not asked: {', '.join(missing)}; too little was computed in time, or lies there")
     return show(report)
@@ -188,9 +191,9 @@ class Demo:
 
 
 def document(
-    rows: dict[str, dict[int, Answer]], target: AskedServer, *, is_ours: bool
+    rows: dict[str, dict[int, Answer]], target: AskedServer, *, is_here: bool
 ) -> dict[str, Any]:
-    """``is_ours``: whether the server was the demo's own; another may run elsewhere."""
+    """``is_here``: whether the server runs on this machine."""
     shown = []
     for source, answers in rows.items():
         seconds = [answer.ttft_s for answer in answers.values()]
@@ -203,8 +206,8 @@ def document(
         shown.append(row)
     return {
         "date": datetime.date.today().isoformat(),
-        "machine": describe_machine() if is_ours else {},
-        "settings": {**asdict(target), "versions": describe_versions() if is_ours else {}},
+        "machine": describe_machine() if is_here else {},
+        "settings": {**asdict(target), "versions": describe_versions() if is_here else {}},
         "rows": shown,
         "answers_equal": all(
             answer.output_ids == rows[FIRST][number].output_ids
@@ -253,7 +256,7 @@ def _ask_our_own(model: str, interruption: Interruption) -> Demo:
                 if not demo.client.target.has_nvme:
                     raise NotServingError(f"no NVMe tier is there:\n{server.log[-4000:]}")
                 demo.ask_rows()
-                again = sorted({number for row in demo.ages for number in demo.rows[row]})
+                again = sorted({number for row in demo.ages for number in demo.rows.get(row, ())})
                 _say("Waiting until all of it is durable")
                 for number in again:
                     demo.client.wait_until_durable(demo.prompts[number])

@@ -102,11 +102,8 @@ class PagedMemory(HasBuffers, Protocol):
         something else. The pages must have been computed."""
         ...
 
-    def scatter_slab(
-        self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes, after: Sequence[Any] = ()
-    ) -> None:
-        """Copy ``data`` into pages, the inverse of a gather; ``data`` is free on return. ``after``:
-        events of the memory's device, before which the pages are still written by others."""
+    def scatter_slab(self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes) -> None:
+        """Copy ``data`` into pages, the inverse of a gather; ``data`` is free on return."""
         ...
 
     def flush(self) -> None:
@@ -149,9 +146,7 @@ class HostMemory:
             self.gather(piece.buffer, pages, piece.part, out[offset : offset + size])
             offset += size
 
-    def scatter_slab(
-        self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes, after: Sequence[Any] = ()
-    ) -> None:
+    def scatter_slab(self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes) -> None:
         offset = 0
         for piece in pieces:
             size = piece.page_bytes * len(pages)

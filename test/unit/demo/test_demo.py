@@ -114,7 +114,7 @@ def test_the_table_shows_every_row_in_80_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert show(document(rows, DEMO, is_ours=True)) == 0
+    assert show(document(rows, DEMO, is_here=True)) == 0
     said = capsys.readouterr().out.splitlines()
     lines = {source: line for line in said for source in EXPECTED if line.startswith(f"{source} ")}
     assert max(map(len, said[1:])) <= 80
@@ -133,7 +133,7 @@ def test_one_differing_token_is_no_success(
     rows: dict[str, dict[int, Answer]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows[HOST][1] = answer(HOST, "host", token=8)
-    report = document(rows, DEMO, is_ours=True)
+    report = document(rows, DEMO, is_here=True)
     assert report["answers_equal"] is False
     assert show(report) == 1
     assert "expected to be the same" in capsys.readouterr().err
@@ -144,12 +144,12 @@ def test_a_recomputed_row_is_no_success(
     rows: dict[str, dict[int, Answer]], source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows[source] = {number: answer(source, "computed") for number in rows[source]}
-    assert show(document(rows, DEMO, is_ours=True)) == 1
+    assert show(document(rows, DEMO, is_here=True)) == 1
     assert capsys.readouterr().err.endswith(f"expected: {source}\n")
 
 
 def test_the_document_has_the_promised_shape(rows: dict[str, dict[int, Answer]]) -> None:
-    report = json.loads(json.dumps(document(rows, DEMO, is_ours=True)))
+    report = json.loads(json.dumps(document(rows, DEMO, is_here=True)))
     assert report.keys() == {"date", "machine", "settings", "rows", "answers_equal"}
     assert [row["from"] for row in report["rows"]] == list(EXPECTED)
     ttft_s = dict.fromkeys(("median", "min", "max"), 0.025)
@@ -157,7 +157,7 @@ def test_the_document_has_the_promised_shape(rows: dict[str, dict[int, Answer]])
     row = {"from": "NVMe", "num_prompts": 3, "ttft_s": ttft_s, "tokens": tokens}
     assert report["rows"][3] == row
     assert report["machine"]["cores"]
-    assert document(rows, DEMO, is_ours=False)["machine"] == {}, "another machine is not this one"
+    assert document(rows, DEMO, is_here=False)["machine"] == {}, "another machine is not this one"
 
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -191,8 +191,8 @@ def refusal(
             ["--url", "http://127.0.0.1:9"],
             "no SGLang server answers the demo at http://127.0.0.1:9",
         ),
-        (["--json", "/nowhere/at/all.json"], "/nowhere/at/all.json cannot be used"),
-        (["--json", "/"], "/ cannot be used"),
+        (["--json", "/nowhere/at/all.json"], "/nowhere/at/all.json cannot be written"),
+        (["--json", "/"], "/ cannot be written"),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(

@@ -39,9 +39,9 @@ def compile_kernels(backend: PodAttention, model: torch.nn.Module, dtype: torch.
     kinds: set[Any] = set()
     failures: list[Exception] = []
     for layer, sinks in layers_of(model):
-        if backend.refuses(layer):
-            continue
         try:
+            if backend.refuses(layer):
+                continue
             shape, window = backend.shape_of(layer, dtype), backend.window_of(layer)
             kind = (shape, window >= 0, layer.logit_cap > 0, None if sinks is None else sinks.dtype)
             if kind in kinds or supports(shape, backend.device) is not None:

@@ -86,7 +86,7 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         # the platform for its default.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = self.get_default_attention_backend()
-        check_backends(server_args, ("reference", "pod", "torch_native"))
+        check_backends(server_args, ("reference", "pod", "torch_native", "flex_attention"))
         copy_directly(server_args)
         num_ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
         if num_ranks > 1:

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 LOOKUP_DEADLINE_S = 5.0
 """Bounds all questions of one lookup, and a request that waits for one."""
 
+MAX_STEP_S = 1.0
+"""So much of a step of the scheduler counts as waiting: lookups are begun between steps."""
+
 MAX_LOOKUPS = 16
 """Lookups at a time; each takes a thread."""
 
@@ -136,8 +139,9 @@ class BootstrapClient:
                 receiver = request.kv_receiver
                 if receiver is None:  # the request has ended
                     continue
-                receiver.waits_since = receiver.waits_since or now
-                if now - receiver.waits_since < LOOKUP_DEADLINE_S:
+                looked_at, receiver.looked_at = receiver.looked_at or now, now
+                receiver.waited_s += min(now - looked_at, MAX_STEP_S)
+                if receiver.waited_s < LOOKUP_DEADLINE_S:
                     remaining.append(request)
                 else:
                     late = f"prefill bootstrap failed: the server at {server} has not answered yet"

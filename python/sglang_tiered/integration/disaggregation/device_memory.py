@@ -142,9 +142,7 @@ class DeviceMemory:
         wait: Callable[[], None] = copied.synchronize
         return wait
 
-    def scatter_slab(
-        self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes, after: Sequence[Any] = ()
-    ) -> None:
+    def scatter_slab(self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes) -> None:
         """Waits until the pages are there, so that a closed room is not written any more. The
         numbers go over in one copy with the bytes."""
         start = -(-data.nbytes // ALIGNMENT) * ALIGNMENT
@@ -157,8 +155,6 @@ class DeviceMemory:
             staged[start:].view(torch.int32).numpy()[:] = pages
             slab = staged.to(self._device, non_blocking=True)
             placed = slab[start:].view(torch.int32)
-            for event in after:
-                self._computing.wait_event(event)
             for pool, part in self._parts(pieces, len(pages), slab):
                 scatter(part, placed, pool)
         self.flush()

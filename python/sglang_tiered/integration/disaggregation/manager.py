@@ -160,6 +160,7 @@ class KVManagerRole:
         self._handoffs = handoffs
         self.handed: HandedModel | None = None  # until there is an endpoint to tell
         self._happened = threading.Event()
+        self.leaving: set[int] = set()  # what the endpoint may still say is of an aborted request
         super().__init__(*of_sglang)
         self.server_socket.close(linger=0)  # SGLang's own is open to all addresses
         self.adapters = handoffs.adapters
@@ -201,7 +202,7 @@ class KVManagerRole:
         # holds one beyond 64 bits.
         if not 0 <= room < NUM_ROOMS:
             return "the bootstrap_room of a request must be a number from 0 to 2^63 - 1"
-        if room in self.request_status:
+        if room in self.request_status or room in self.leaving:
             return "this request is under way with this bootstrap_room; draw another number"
         return None
 
@@ -320,6 +321,12 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
 
     def room_sent(self, room: int) -> None:
         self._conclude(room, KVPoll.Success)
+
+    def room_dropped(self, room: int) -> None:
+        if room in self.leaving:
+            for kept in self.request_status, self.failure_records, self.req_to_decode_prefix_len:
+                kept.pop(room, None)
+            self.leaving.discard(room)
 
 
 class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
@@ -451,6 +458,7 @@ class ZmqKVSender(_HandoffEnd, CommonKVSender):  # type: ignore[misc]
         self.kv_mgr.endpoint.fail_room(self.bootstrap_room, "the request was aborted on prefill")
         super().abort()
         # SGLang asks no more of a request that waited for its turn or was computed.
+        self.kv_mgr.leaving.add(self.bootstrap_room)
         with suppress(KVTransferError):
             super().failure_exception()
         self.bootstrap_room = next(_NO_ROOMS)
@@ -470,7 +478,8 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
 
     kv_mgr: DecodeKVManager
     bootstrap_infos: list[dict[str, Any]] | None = None
-    waits_since: float | None = None  # for its prefill server to be known
+    looked_at: float | None = None  # when its prefill server was last looked for, and
+    waited_s = 0.0  # for that until then
 
     def __init__(self, mgr: DecodeKVManager, *args: Any, **kwargs: Any) -> None:
         super().__init__(mgr, *args, **kwargs)

@@ -50,7 +50,7 @@ class MetricsExporter:
         from prometheus_client import Counter, Gauge, Histogram
 
         self._read = read
-        self._metrics = metrics
+        self._metrics = self._all_metrics = metrics
         self._labels = dict(labels)
         self._clock = clock
         self._due = clock()
@@ -86,10 +86,13 @@ class MetricsExporter:
             if name == "tier_healthy":
                 series.set(0.0)
                 self._seen[name, labels] = 0.0
-        self.read_from(read, MEMORY_METRICS)
+        self._begin(read, MEMORY_METRICS)
 
-    def read_from(self, read: Callable[[], Stats], metrics: Sequence[Metric] = METRICS) -> None:
+    def read_from(self, read: Callable[[], Stats]) -> None:
         """Read from now on the statistics of tiers that were opened again."""
+        self._begin(read, self._all_metrics)
+
+    def _begin(self, read: Callable[[], Stats], metrics: Sequence[Metric]) -> None:
         self._read, self._metrics = read, metrics
         self._due = self._clock()
         self.export()  # before what begins at zero has grown past what was exported

@@ -131,6 +131,7 @@ class RegionScan:
         """Keep only what was found."""
         for name in ("_header", "_window"):
             vars(self).pop(name, None)
+        self.error = None  # its traceback holds them too
 
     def read_header(self, sequence: int) -> RegionHeader | None:
         """Return the header, if it is of our format and of the region of that number."""

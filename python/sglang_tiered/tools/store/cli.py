@@ -87,7 +87,7 @@ over, and namespaces that no server has used for seven days; and beside that all
 versions with another format wrote. Prints the plan; --delete deletes. Safe beside
 servers and other runs.
 
-A directory of the NVMe tier needs none: its server gives back what is of no use.
+A directory of the NVMe tier needs none: its server gives back pages of no use.
 """
 _EXAMPLES = {
     "stat": "  {0} stat /nvme/kv\n  {0} stat /nvme/kv --json | jq .total.pages\n"
@@ -133,7 +133,7 @@ def _command(name: str, *, is_bucket: bool) -> Callable[[argparse.Namespace], in
     if name == "gc":
         raise ConfigError(
             "gc is for the URL of an object tier; a server of a directory of the NVMe tier gives "
-            "back what is of no use itself."
+            "back pages of no use itself."
         )
     from sglang_tiered.tools.store import dump, stat, verify
 

@@ -125,6 +125,7 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         "oldest_region_age_s": max(ages, default=None),
         "newest_region_age_s": min(ages, default=None),
         "checkpoint": checkpoint,
+        "erasures_damaged": erased.damaged,
         "pins": {
             "valid": len(pins.pins),
             "pages": len({key for pin in pins.pins for key in pin.keys}),
@@ -273,6 +274,9 @@ def _notes(report: dict[str, Any]) -> list[str]:
         numbers = {
             others: shard["regions"]["other_format"],
             f"pins name {pins['pages']:,} pages": pins["valid"],
+            "file of erasures does not verify; the next start removes all pages": int(
+                shard["erasures_damaged"]
+            ),
             "pins do not verify; the next start removes them": pins["damaged"],
             "pins are of a newer version": pins["newer"],
             "pins cannot be read; check the disk": pins["unread"],

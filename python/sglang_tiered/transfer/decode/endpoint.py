@@ -300,8 +300,9 @@ class DecodeEndpoint:
         num_receivers: int,
         asked: Asked,
     ) -> None:
-        if room.is_closed:  # prefill may know it by its claim
-            self._abort(room.number, targets, "the request ended")
+        if room.is_closed:
+            if room.number not in self._rooms:  # prefill may know it by its claim
+                self._abort(room.number, targets, "the request ended")
             return
         assert self._model is not None
         rows = [0 if item is None else len(item) for _, item in room.states]

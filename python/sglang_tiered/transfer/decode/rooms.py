@@ -120,11 +120,13 @@ class ReceiveRoom:
             raise DamagedError(f"slab {slab.seq} of room {self.number} arrived damaged.")
         if is_encoded and codec is not None:
             data = codec.decode(data, used, slab.num_pages)
+        for event in self.after:
+            event.synchronize()  # without the lock, for which the scheduler may wait
+        self.after = ()
         with self._lock:
             if self.is_closed or self.is_concluded:
                 return False
-            pieces = [pair.destination_piece for pair in used]
-            memory.scatter_slab(pieces, pages, data, self.after)
+            memory.scatter_slab([pair.destination_piece for pair in used], pages, data)
         self.kv_bytes += size if slab.component == KV_COMPONENT else 0
         return True
 

@@ -78,6 +78,9 @@ class PrefillListener(Protocol):
     def room_failed(self, room: int, reason: str) -> None:
         """The room will not be sent. Its decode ranks have been told."""
 
+    def room_dropped(self, room: int) -> None:
+        """``drop_room`` was served: nothing more is said of the room's request."""
+
 
 class PrefillEndpoint:
     """Listens from its construction on; ``close`` ends it. Methods may be called on any thread
@@ -349,6 +352,7 @@ class PrefillEndpoint:
     def _drop_room(self, number: int) -> None:
         if self._rooms.get(number) is not None:
             self._fail(number, "prefill dropped the request", False)
+        self._listener.room_dropped(number)
 
     # Peers.
 

@@ -43,6 +43,7 @@ def manager_of(kind: type[Any], tp_size: int = 1) -> Any:
     manager = role.__new__(role)
     manager.attn_tp_size, manager.pp_size = tp_size, 1
     manager.failure_lock, manager.failure_records = threading.Lock(), {}
+    manager.leaving = set()
     manager.request_status = {}
     manager.required_prefill_response_num_table = {}
     manager.prefill_response_tracker, manager.addr_to_rooms_tracker = {}, defaultdict(set)
@@ -151,6 +152,12 @@ def test_aborted_request_gives_its_room_back() -> None:
         first = ZmqKVSender(manager, SERVER, ROOM)
         manager.req_to_decode_prefix_len[ROOM] = 3
         first.abort()
+        late = ZmqKVSender(manager, SERVER, ROOM)
+        assert late.poll() == KVPoll.Failed, "the endpoint may still speak of the first"
+        assert "draw another number" in reason_of(late).failure_reason
+        manager.room_sent(ROOM)
+        manager.update_status(ROOM, KVPoll.WaitingForInput)  # as of a check just before the abort
+        manager.room_dropped(ROOM)
         assert not manager.request_status and not manager.failure_records
         assert not manager.req_to_decode_prefix_len
         second = ZmqKVSender(manager, SERVER, ROOM)

@@ -229,6 +229,7 @@ def test_what_a_start_would_drop_is_damage(cli: Cli, tier: Path, shard: Path, fi
     outcome = cli("verify", tier)
     assert f"damage: {shard.name}/{path.name}: file " in outcome.out
     assert "damaged: 0 of 2 regions, 0 of 6 pages, 1 other files" in outcome.out
+    assert "the next start removes" in cli("stat", tier).out
     engine = open_engine(shard)
     assert engine.stats().num_pages == (0 if file == ERASED_NAME else 6)
     assert file != PIN_PREFIX or not engine.pins(), "that is what a start does"
