@@ -1,8 +1,8 @@
 """Four systems serve the same requests: stock SGLang, HiCache (host; host and files), and tiers.
 
 All run the same model on the same cores, each idle while another is asked, in alternating order.
-No ratio is printed for a scenario unless all systems gave the same answers. ``README.md`` in this
-folder says what each scenario and figure means, and has the commands for a GPU.
+No ratio is printed for a scenario unless all systems gave the same answers. The parts of
+``serving_bench`` say what each scenario is, and ``README.md`` whom the rules favour.
 
     python benchmark/bench_serving.py [--quick] [--only SCENARIO,...] [--systems NAME,...]
                                       [--shape SHAPE] [--new-tokens NUMBER]

@@ -31,7 +31,7 @@ HELD = {
     "kernel lines": 3_340,
     "benchmark lines": 18_400,
     "test lines": 85_150,
-    "Markdown bytes": 230_000,
+    "Markdown bytes": 230_400,
 }
 
 

@@ -41,7 +41,7 @@ PASS_FLAGS_ON = {
 # What they take is not ours to check.
 OTHERS = (
     *("curl", "pip", "git", "docker", "kubectl", "awk"),
-    *("python -m pip", "python -m pytest", "scripts/test"),
+    *("python -m pip", "python -m pytest", "scripts/test", "python -m dynamo.frontend"),
 )
 
 PAGE = """\

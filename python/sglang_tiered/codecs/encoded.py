@@ -1,6 +1,6 @@
 """The bytes of an encoded page: the header, and copies between pages and flat arrays.
 
-``README.md`` has the grammar with worked bytes.
+``README.md`` has the grammar, ``test_worked_example.py`` worked bytes.
 """
 
 from __future__ import annotations

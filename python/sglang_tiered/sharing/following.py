@@ -351,7 +351,8 @@ class Follower:
             each.version
             for each in self._all()
             if each.known is not None
-            or not (each.link is None or each.has_answered or each.backoff.num_failures)
+            or (each.link is not None and not each.has_answered)
+            and (each.link.is_open or not each.backoff.num_failures)
         ]
         if not self._is_whole:
             versions.append(-1)

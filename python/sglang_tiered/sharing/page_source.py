@@ -208,8 +208,9 @@ class PageSource:
             return None
         read.data = data = self._memory.borrow_buffer(at)
         pages = tuple((data[at : at + length],) for _, at, length in wanted)
+        is_well = self._is_well()  # it may recover before the next look
         job = self._submit(Run(tuple(key for key, *_ in wanted), pages))
-        read.is_outage = not self._is_well()
+        read.is_outage = not (is_well and self._is_well())
         return job
 
     def _ended(self, read: _SharedRead, job: Job | None = None) -> None:
@@ -217,8 +218,8 @@ class PageSource:
         with self._lock:
             if job is not None:
                 read.results = list(zip(job.run.keys, job.reasons, strict=True))
-                if self._find is not None and not _OUTAGE.isdisjoint(job.reasons):
-                    read.is_outage = True
+                if self._find is not None and Reason.OK not in job.reasons:
+                    read.is_outage |= not _OUTAGE.isdisjoint(job.reasons)
             waiting, read.waiting = read.waiting or [], None
         for done in waiting:
             done(read)

