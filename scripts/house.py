@@ -18,7 +18,7 @@ PRODUCT = ROOT / "python" / "sglang_tiered"
 MAX_WORDS = 30
 SMALL_LINES = 60
 HELD = {
-    "product lines": 63_200,
+    "product lines": 63_210,
     "product files": 329,
     "product classes": 635,
     "class names defined more than once": 8,
