@@ -55,8 +55,8 @@ def are_done(*events: Any) -> Callable[[], bool] | None:
 
 def writes_so_far(forward_stream: Any) -> list[Any]:
     """Events after which the device has done what the scheduler had queued. A forward under way
-    still writes for a request that has ended, into a page that is free and may be a room's. None on
-    a CPU, which has none under way."""
+    still writes for a request that has ended, into a page that is free and may be a room's. A CPU
+    has no such events, and no forward under way here."""
     streams = forward_stream, torch.get_device_module().current_stream()
     events = [stream.record_event() for stream in streams]
     return [event for event in events if event is not None]
