@@ -252,6 +252,7 @@ def _scheduler_of(cache: Any, allocator: Any) -> Any:
     pool_stats = SimpleNamespace(get_kv_token_stats=kv_token_stats)
     return SimpleNamespace(
         disaggregation_mode=SimpleNamespace(value="null"),
+        server_args=SimpleNamespace(device="cpu"),
         pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: pool_stats),
         running_batch=SimpleNamespace(reqs=[]),
         waiting_queue=[],

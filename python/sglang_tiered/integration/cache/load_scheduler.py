@@ -108,6 +108,7 @@ class LoadScheduler:
         self._num_asks_left = [0, 0]
         self._soonest_load_s: float | None = None  # of the loads under way; None until computed
         self._num_looks_left = 0
+        self._ask_stride = self._look_stride = 0  # each request's turn comes once in so many steps
         self._num_steps = 0
         self._is_served: bool | None = None  # whether the tiers serve loads; None until asked
         self._num_begun = 0
@@ -387,6 +388,10 @@ class LoadScheduler:
         self._num_unused = None
         self._attempt_put_off()
         self._attempt_declined()
+        num_in = self._requests.num_in
+        num_put_off = num_in(State.ASKED) + num_in(State.DEFERRED)
+        self._ask_stride = num_put_off // MAX_ASKS_PER_STEP
+        self._look_stride = num_in(State.LOADING) // MAX_LOOKS_PER_STEP
 
     def rests(self, record: RequestLoad) -> bool:
         """Whether a request waits for a load and is not looked at again in this step. Decided by
@@ -397,17 +402,13 @@ class LoadScheduler:
             if self._num_asks_left[loads] > 0:
                 self._num_asks_left[loads] -= 1
                 return False
-            num_asked = self._requests.num_in(State.ASKED)
-            stride = (num_asked + self._requests.num_in(State.DEFERRED)) // MAX_ASKS_PER_STEP
-            return not loads or self._has_no_turn(record.put_off.rank[1], stride)
+            return not loads or self._has_no_turn(record.put_off.rank[1], self._ask_stride)
         if record.state is not State.LOADING:
             return False
         if self._num_looks_left > 0:
             self._num_looks_left -= 1
             return False
-        return self._has_no_turn(
-            record.look_number, self._requests.num_in(State.LOADING) // MAX_LOOKS_PER_STEP
-        )
+        return self._has_no_turn(record.look_number, self._look_stride)
 
     def _has_no_turn(self, number: int, stride: int) -> bool:
         return stride > 1 and (number + self._num_steps) % stride > 0

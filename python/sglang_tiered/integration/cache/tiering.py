@@ -155,12 +155,13 @@ class Tiering:
         self, request: CacheRequestHandle, ask_sglang: Callable[[CacheRequestHandle], Any]
     ) -> bool:
         """Whether a request whose turn has come need not wait for its load."""
-        storage, record = self._cache.storage, self.planner.loads.get(request)
+        record = self.planner.loads.get(request)
         if record.back is not None:
             has_loaded = self.returns.may_start(request)
         elif self.loads.rests(record):
             has_loaded = False
         elif record.put_off is not None:
+            storage = self._cache.storage
             has_loaded = storage is None or not self.loads.stays_put_off(request, storage)
         else:
             has_loaded = bool(ask_sglang(request))
