@@ -32,6 +32,8 @@ NOT_OFFERED_ERRNOS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """No room: on the filesystem, or within the user's quota."""
 
+_MAX_SMALL_BYTES = 1 << 30
+"""Above every small file of ours. A foreign one of a terabyte, sparse, must not take all memory."""
 _MOUNTS = "/proc/self/mountinfo"
 
 
@@ -56,8 +58,10 @@ def regular(fd: int, name: str) -> int:
     return fd
 
 
-def read_small_file(path: Path | str, directory: int | None = None, most: int = -1) -> bytes:
-    """Read a regular file, ``most`` bytes of it or all, in an open directory if one is given; never
+def read_small_file(
+    path: Path | str, directory: int | None = None, most: int = _MAX_SMALL_BYTES
+) -> bytes:
+    """Read a regular file, at most so many bytes of it, in an open directory if one is given; never
     follows a symlink. Raises ``OSError``."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, dir_fd=directory)

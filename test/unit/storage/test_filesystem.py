@@ -15,7 +15,7 @@ from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.bucket.directory import Directory
-from sglang_tiered.storage.filesystem import filesystem_type, replace_file
+from sglang_tiered.storage.filesystem import filesystem_type, read_small_file, replace_file
 from sglang_tiered.storage.region.directory import DirectoryState, prepare
 
 
@@ -86,3 +86,10 @@ def test_mounts_tell_what_is_memory(tmp_path: Path) -> None:
     assert filesystem_type(tmp_path) != "proc"
     with pytest.raises(FileNotFoundError):
         filesystem_type(tmp_path / "absent")
+
+
+def test_sparse_terabyte_does_not_take_all_memory(tmp_path: Path) -> None:
+    path = tmp_path / "CHECKPOINT"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    assert len(read_small_file(path)) <= 1 << 30
