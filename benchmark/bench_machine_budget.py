@@ -5,7 +5,9 @@ turns in all. Both ways get the same draws; device and host memory are emptied b
 round, so what is found is on NVMe. Of each turn the last round counts. No ratio is printed unless
 every answer is the same both ways.
 
-    python benchmark/bench_machine_budget.py [--quick] [--json FILE]
+    python benchmark/bench_machine_budget.py [--quick] [--directory /dev/shm] [--json FILE]
+
+On a tmpfs, what they share is host memory.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from tqdm import tqdm
 
 from server_process import Server
 from sglang_tiered.demo.model import SHAPES, write_model
+from sglang_tiered.storage.filesystem import filesystem_type
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 MIB = 1 << 20
@@ -95,11 +98,13 @@ def measure(
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="a fifth of the size")
+    parser.add_argument("--directory", type=Path, help="where the stores lie for that time")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     total_bytes, num_rounds, num_turns = (96 * MIB, 6, 5) if options.quick else (512 * MIB, 6, 5)
-    with tempfile.TemporaryDirectory(prefix="bench-budget-") as name:
+    with tempfile.TemporaryDirectory(prefix="bench-budget-", dir=options.directory) as name:
         folder = Path(name)
+        filesystem = filesystem_type(folder)
         (folder / "small_regions.yaml").write_text("tier-nvme-region-bytes: 4MiB\n")
         for seed, model in enumerate("ab"):
             write_model(folder / f"model-{model}", seed, SHAPES["8m"])
@@ -132,6 +137,7 @@ def main() -> int:
             "machine": describe_machine(),
             "versions": describe_versions(),
             "settings": {
+                "filesystem": filesystem,
                 "total_bytes": total_bytes,
                 "working_set_over_half": HALVES,
                 "num_prompts": shared["num_prompts"],

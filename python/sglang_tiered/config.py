@@ -124,7 +124,7 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
             DIRECTORY,
             "Share `--tier-nvme-bytes`, which is then what all of them take together, with the "
             "other servers on this machine that name this directory and the same number: who is "
-            "busy takes what others do not use. Keep it on a disk, beside theirs.",
+            "busy takes what others do not use. Keep it beside theirs.",
             default="a cap of its own",
         ),
     ] = None
