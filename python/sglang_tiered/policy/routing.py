@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from sglang_tiered.policy.cost_model import CostModel
 
 __all__ = [
-    "Choice",
-    "DecodeState",
-    "Estimate",
-    "Held",
     "NOTHING_HELD",
+    "DecodeState",
+    "Held",
+    "RequestClass",
     "ServerState",
     "choose_decode",
     "choose_server",
     "estimate",
     "least_ttft",
+    "retry_after_s",
 ]
 
 MAX_CHARGE = 4.0
@@ -395,3 +395,32 @@ def choose_decode(
     least = min(best)[0]
     equal = [server for key, server in best if key[0] == least[0] and key[1] <= least[1] * 1.001]
     return equal[int(draw() * len(equal))]
+
+
+MAX_RETRY_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class RequestClass:
+    """Requests that are alike refused at overload, where their first token is predicted to come too
+    late: after ``limit_s``, None without a limit. ``priority`` goes to SGLang, None to leave it.
+    ``is_sheddable``: whether requests may be refused."""
+
+    name: str
+    limit_s: float | None = None
+    priority: int | None = None
+    is_sheddable: bool = True
+
+
+def retry_after_s(limit_s: float | None, predicted_s: float, least_queue_s: float) -> int | None:
+    """Return in how many seconds a request is to come again, by when the shortest queue will have
+    shrunk enough; None to admit. ``predicted_s`` is the least time to the first token of all
+    servers.
+
+    A prediction may be wrong, so a request is refused only while every server has work, which costs
+    little (``docs/routing.md``).
+    """
+    if limit_s is None or predicted_s <= limit_s or least_queue_s <= 0:
+        return None
+    late_s = min(predicted_s - limit_s, least_queue_s, MAX_RETRY_S)
+    return max(1, math.ceil(late_s))

@@ -24,7 +24,7 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from sglang_tiered.integration.cache.host_locks import HostLocks
-from sglang_tiered.integration.cache.small_host.buffer import lacks_pages, store_again
+from sglang_tiered.integration.cache.small_host import lacks_pages, store_again
 from sglang_tiered.policy.admission import TouchMemory
 from sglang_tiered.policy.spill import Flight, NodeStore, SpillQueue
 

@@ -16,9 +16,8 @@ from sglang_tiered.integration.disaggregation.handed_model import (
     digests_directory,
     handed_model_of,
 )
-from sglang_tiered.integration.observe.exporter import MetricsExporter
-from sglang_tiered.integration.observe.rank_labels import rank_labels
-from sglang_tiered.integration.observe.transfer_stats import transfer_stats
+from sglang_tiered.integration.observe.exporter import MetricsExporter, rank_labels
+from sglang_tiered.integration.observe.stats import transfer_stats
 from sglang_tiered.metrics import TRANSFER_METRICS
 
 if TYPE_CHECKING:

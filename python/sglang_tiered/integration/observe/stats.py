@@ -1,4 +1,5 @@
-"""``ProcessStats``: everything the metric table reads, as one snapshot of one scheduler process."""
+"""What the metric tables read, each as one snapshot of one scheduler process: ``ProcessStats``, and
+``TransferStats`` of its endpoint in a handoff."""
 
 from __future__ import annotations
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.engine import BucketStats
     from sglang_tiered.storage.encoding import EncodingStats
     from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
+    from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
+    from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 
 __all__ = [
     "HintStats",
@@ -36,11 +39,14 @@ __all__ = [
     "ObjectTierStats",
     "PeerTierStats",
     "PlannerStats",
+    "ProcessStats",
     "SpillStats",
     "TierReads",
+    "TransferStats",
     "WaitStats",
-    "ProcessStats",
+    "manager_of",
     "process_stats",
+    "transfer_stats",
 ]
 
 
@@ -238,3 +244,45 @@ def _bounded(holding: Mapping[str, Any]) -> dict[str, int]:
 @functools.cache
 def _build() -> dict[tuple[str, str], int]:
     return {(__version__, importlib.metadata.version("sglang")): 1}
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Counts what the endpoint of either role did since the start."""
+
+    num_peers: int
+    num_rooms: int
+    num_rooms_done: int
+    num_rooms_failed: int
+    num_sessions_lost: int
+    wire_bytes: int
+    same_host_bytes: int
+    num_damaged: int
+    num_refused: int
+
+
+def transfer_stats(endpoint: PrefillEndpoint | DecodeEndpoint) -> TransferStats:
+    """Take a snapshot. Memory only, any thread."""
+    stats: Any = endpoint.stats
+    sends = hasattr(stats, "sent_bytes")
+    return TransferStats(
+        endpoint.num_sessions,
+        endpoint.num_rooms,
+        stats.num_rooms_sent if sends else stats.num_rooms_received,
+        stats.num_rooms_failed,
+        stats.num_sessions_lost,
+        stats.sent_bytes if sends else stats.received_bytes,
+        stats.pulled_bytes,
+        stats.num_resent if sends else stats.num_damaged,
+        stats.num_refused if sends else stats.num_forged,
+    )
+
+
+def manager_of(scheduler: Any) -> Any:
+    """Return the KV manager of a scheduler process; None where it hands nothing over, or hands it
+    over through another backend."""
+    for queue in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
+        manager = getattr(getattr(scheduler, queue, None), "kv_manager", None)
+        if getattr(manager, "endpoint", None) is not None:
+            return manager
+    return None

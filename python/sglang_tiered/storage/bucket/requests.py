@@ -20,13 +20,13 @@ from urllib.parse import unquote, urlsplit
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.bucket.directory import LISTED_AT_ONCE, Directory, Listed
 from sglang_tiered.storage.bucket.remote import REMOTE, Remote, require_library
-from sglang_tiered.storage.workers import call_each
+from sglang_tiered.storage.jobs import call_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
-__all__ = ["Failure", "BucketError", "Requests", "explain"]
+__all__ = ["BucketError", "Failure", "Requests", "explain"]
 
 _DELETED_AT_ONCE = 1000  # by a bulk delete
 _NOT_OFFERED = (400, 405, 501)  # answers to a bulk delete

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang_tiered.flags import format_bytes
 
 if TYPE_CHECKING:
-    from sglang_tiered.request_record import RequestRecord, TierLoad
+    from sglang_tiered.request_log import RequestRecord, TierLoad
 
 __all__ = ["GENERATE", "OTHERS", "PREFILL", "QUEUE", "REST", "TimePart", "cause", "parts"]
 

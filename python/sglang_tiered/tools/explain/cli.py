@@ -15,8 +15,7 @@ import msgspec
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import parse_duration
-from sglang_tiered.request_log import older
-from sglang_tiered.request_record import VERSION, RequestRecord, rid_of
+from sglang_tiered.request_log import VERSION, RequestRecord, older, rid_of
 from sglang_tiered.tools.explain.report import (
     Summary,
     as_json,

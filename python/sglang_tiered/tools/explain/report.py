@@ -25,7 +25,7 @@ from sglang_tiered.tools.terminal import print_lines, print_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.request_record import RequestRecord
+    from sglang_tiered.request_log import RequestRecord
 
 __all__ = ["Summary", "as_json", "print_one", "print_slowest", "print_summary"]
 

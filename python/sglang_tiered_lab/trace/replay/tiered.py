@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_tiered.daily_budget import DailyBudget
+from sglang_tiered.budgets import DailyBudget
 from sglang_tiered.policy.admission import (
     TOUCH_SLOTS,
     Admission,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kit.commands import Outcome, cli_of
-from sglang_tiered.request_record import (
+from sglang_tiered.request_log import (
     MAX_RID,
     GivenUp,
     Load,

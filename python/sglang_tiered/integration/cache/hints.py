@@ -16,12 +16,12 @@ import time
 from array import array
 from typing import TYPE_CHECKING
 
-from sglang_tiered.integration.cache.ahead.chain_loader import Chain, PieceOutcome
+from sglang_tiered.integration.cache.chain_loader import Chain, PieceOutcome
 from sglang_tiered.integration.observe.stats import HintStats
 from sglang_tiered.policy.hints import LIFE_S, Hint, HintEnd, HintQueue
 
 if TYPE_CHECKING:
-    from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader
+    from sglang_tiered.integration.cache.chain_loader import ChainLoader
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
     from sglang_tiered.integration.storage.backend import TieredStorage
