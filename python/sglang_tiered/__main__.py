@@ -28,6 +28,13 @@ _DISTRIBUTIONS = {"zmq": "pyzmq"}  # of the others, the name of the module says 
 _OURS = "sglang-tiered"
 
 
+PROGRAM = "sglang-tiered"
+OPTIONS = {
+    "--help": "this list; after a command, what that command takes",
+    "--version": "versions for a bug report, and which packages are missing",
+}
+
+
 def version_lines() -> list[str]:
     """What a bug report has to say: this package, SGLang and torch, Python, and what is missing."""
     required = {name: line for name, extra, line in _requirements() if extra is None}
@@ -103,13 +110,6 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-PROGRAM = "sglang-tiered"
-OPTIONS = {
-    "--help": "this list; after a command, what that command takes",
-    "--version": "versions for a bug report, and which packages are missing",
-}
-
-
 @dataclass(frozen=True)
 class Command:
     """``purpose``: what it is for; where a command has commands of its own, they are listed after
@@ -139,7 +139,7 @@ COMMANDS = {
     ),
     "explain": Command(
         "why a request was slow, from the file of --tier-log-requests",
-        "sglang_tiered.tools.explain.cli",
+        "sglang_tiered.tools.explain",
     ),
     "cluster": Command(
         "plan a cluster of servers: plan, published",

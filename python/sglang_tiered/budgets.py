@@ -17,6 +17,12 @@ BURST_SHARE = 0.1
 WORTH_SHARE = 1 / 16  # of the burst
 
 
+MAX_KEYS = 1 << 17
+"""In any hour: a quarter of the keys that a server remembers."""
+
+WINDOW_S = 3600.0
+
+
 class DailyBudget:
     """A token bucket that keeps what is spent in any 24 hours within ``per_day``; with None there
     is no bound.
@@ -57,12 +63,6 @@ class DailyBudget:
     def pressure(self) -> float:
         """Return the used share of the bucket: 0 while it is full; from 1 on nothing is left."""
         return 1 - self.available / self._burst
-
-
-MAX_KEYS = 1 << 17
-"""In any hour: a quarter of the keys that a server remembers."""
-
-WINDOW_S = 3600.0
 
 
 class ForgetAllowance:

@@ -25,6 +25,9 @@ from sglang_tiered.flags import (
 __all__ = ["ObjectConfig", "PeerConfig"]
 
 
+OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
+
+
 class PeerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where other servers are, and where this one gives them pages. ``url`` may carry a
     password."""
@@ -102,9 +105,6 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         return [("shown", self.shown)]
-
-
-OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
 
 
 def _object_url(flag: str, text: str) -> str:

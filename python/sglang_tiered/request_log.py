@@ -50,6 +50,22 @@ MIN_MAX_BYTES = MiB
 _MODE = 0o600
 
 
+VERSION = 1
+
+NO_TIME = 0.0
+"""The default of durations: msgspec leaves out what is this very object."""
+
+MAX_RID = 256
+"""Characters of a request's id that are kept. Clients choose ids, of any length."""
+
+_ONE_WORD = msgspec.Meta(le=(1 << 63) - 1)
+"""Of a figure that is divided: a line may hold an integer of any length."""
+
+Decision = Literal["load", "truncated", "declined", "absent"]
+Why = Literal["ranks", "window", "stores", "copies", "load", "others", "back"]
+Cause = Literal["late", "deadline", "turn", "tier", "refused", "no_host_path", "revoked"]
+
+
 class RequestLogConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where lines go. Of several replicas (``--dp-size``) each has a file of its own."""
 
@@ -130,16 +146,6 @@ def open_log(path: Path) -> int:
     return descriptor
 
 
-VERSION = 1
-
-NO_TIME = 0.0
-"""The default of durations: msgspec leaves out what is this very object."""
-
-
-MAX_RID = 256
-"""Characters of a request's id that are kept. Clients choose ids, of any length."""
-
-
 def rid_of(rid: str) -> str:
     """Return an id as it stands in a line: its begin, and what UTF-8 cannot say escaped."""
     return rid[:MAX_RID].encode(errors="backslashreplace").decode()
@@ -147,14 +153,6 @@ def rid_of(rid: str) -> str:
 
 def _is(description: str) -> msgspec.Meta:
     return msgspec.Meta(description=description)
-
-
-_ONE_WORD = msgspec.Meta(le=(1 << 63) - 1)
-"""Of a figure that is divided: a line may hold an integer of any length."""
-
-Decision = Literal["load", "truncated", "declined", "absent"]
-Why = Literal["ranks", "window", "stores", "copies", "load", "others", "back"]
-Cause = Literal["late", "deadline", "turn", "tier", "refused", "no_host_path", "revoked"]
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -122,7 +122,7 @@ class CacheWorld:
             eviction_policy_config=policy_config,
         )
         if is_small:
-            small_host_core.register()
+            small_host_core.register_core()
             params.tree_core_backend = small_host_core.BACKEND_NAME
         self.cache: Any = TieredRadixCache(params, config)
         self.cache.init_hicache(server_args, params)

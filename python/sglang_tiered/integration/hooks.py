@@ -370,7 +370,7 @@ def _after_scheduler_died(result: Exception, _: int, process: Any) -> Exception:
 
 
 def _after_init_info(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
-    from sglang_tiered.integration.observe.holdings import holdings
+    from sglang_tiered.integration.observe.stats import holdings
 
     cache = _cache_of(scheduler)
     if cache is not None:

@@ -53,6 +53,12 @@ REPLAY_S = 10.0
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
+MAX_PAGES, MAX_SERVERS = 1 << 24, 1024
+"""A page takes about 36 bytes up to 64 servers, however many of them hold it, and 16 for each 64
+more."""
+AGAIN_S, SILENCE_S, STOP_S = 1.0, 10.0, 5.0
+
+
 class BlockStored(msgspec.Struct, tag=True):
     block_hashes: list[int]
     medium: str | None = None
@@ -182,12 +188,6 @@ async def _replayed(
             if len(frames) != 4 or frames[2] == _END:
                 return
             yield int.from_bytes(frames[2], "big"), frames[3]
-
-
-MAX_PAGES, MAX_SERVERS = 1 << 24, 1024
-"""A page takes about 36 bytes up to 64 servers, however many of them hold it, and 16 for each 64
-more."""
-AGAIN_S, SILENCE_S, STOP_S = 1.0, 10.0, 5.0
 
 
 class Followed(Protocol):

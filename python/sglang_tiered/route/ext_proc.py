@@ -78,6 +78,17 @@ _Field = descriptor_pb2.FieldDescriptorProto
 Struct = struct_pb2.Struct
 
 
+SERVED = "x-gateway-destination-endpoint-served"
+METADATA, HINT, ADDRESS = "envoy.lb", "envoy.lb.subset_hint", "upstream.address"
+CHUNK_BYTES = 60_000
+"""Envoy takes at most 64 KiB a message."""
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_BODY_BYTES = 16 << 20
+"""Of a streamed body that is kept until it is whole; a longer one is picked for by its length."""
+_OVERWRITE = 2
+_SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse
+
+
 def _add_field(message: Any, text: str) -> None:
     kind, name, number = text.split()
     bare = kind.lstrip("*|")
@@ -112,17 +123,6 @@ def _classes(*wanted: str) -> list[Any]:
 
 
 Request, Response = _classes("ProcessingRequest", "ProcessingResponse")
-
-
-SERVED = "x-gateway-destination-endpoint-served"
-METADATA, HINT, ADDRESS = "envoy.lb", "envoy.lb.subset_hint", "upstream.address"
-CHUNK_BYTES = 60_000
-"""Envoy takes at most 64 KiB a message."""
-MAX_MESSAGE_BYTES = 64 << 20
-MAX_BODY_BYTES = 16 << 20
-"""Of a streamed body that is kept until it is whole; a longer one is picked for by its length."""
-_OVERWRITE = 2
-_SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse
 
 
 def refusal_body(refused: Refused) -> bytes:

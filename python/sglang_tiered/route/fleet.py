@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 import zmq.asyncio
 
-from sglang_tiered.policy.router_view import RouterView
+from sglang_tiered.policy.routing import RouterView
 from sglang_tiered.policy.server_costs import (
     ABANDONED,
     FRESH_S,

@@ -16,6 +16,9 @@ __all__ = ["Role", "Serving", "Target", "is_serving", "parse_targets", "resolve"
 _TARGET = re.compile(r"(?:dns://)?(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})")
 
 
+_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+
+
 class Target(NamedTuple):
     """A name or address of servers, and the port of their first rank."""
 
@@ -44,9 +47,6 @@ def resolve(host: str) -> list[str]:
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     addresses = (str(address[0]).partition("%")[0] for *_, address in found)
     return [str(ipaddress.ip_address(each)) for each in dict.fromkeys(addresses)]
-
-
-_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 
 
 class Role(enum.IntEnum):

@@ -57,6 +57,22 @@ __all__ = ["PeerLoader", "PeerStats", "PeerTier"]
 logger = logging.getLogger(__name__)
 
 
+_BUSY_S = 0.2  # a holder that has too much to do is left alone for so long
+_FIRST_AVOID_S = 0.5  # one that does not answer; twice as long each time
+_MAX_AVOID_S = 30.0
+_MAX_SILENT = 1024
+
+_REASONS = {
+    PageOutcome.OK: Reason.OK,
+    PageOutcome.MISS: Reason.MISS,
+    PageOutcome.BUSY: Reason.MISS,
+    PageOutcome.DAMAGED: Reason.CORRUPT,
+    PageOutcome.LOST: Reason.IO_ERROR,
+    PageOutcome.LATE: Reason.IO_ERROR,
+    PageOutcome.CANCELLED: Reason.CANCELLED,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class PeerStats(TierStats):
     """``health`` is of what can be fetched."""
@@ -274,22 +290,6 @@ class PeerTier(TierEngine):
         assert not num_inflight, f"{num_inflight} loads under way"
         self._client.check_integrity()
         self._sync.check_integrity()
-
-
-_BUSY_S = 0.2  # a holder that has too much to do is left alone for so long
-_FIRST_AVOID_S = 0.5  # one that does not answer; twice as long each time
-_MAX_AVOID_S = 30.0
-_MAX_SILENT = 1024
-
-_REASONS = {
-    PageOutcome.OK: Reason.OK,
-    PageOutcome.MISS: Reason.MISS,
-    PageOutcome.BUSY: Reason.MISS,
-    PageOutcome.DAMAGED: Reason.CORRUPT,
-    PageOutcome.LOST: Reason.IO_ERROR,
-    PageOutcome.LATE: Reason.IO_ERROR,
-    PageOutcome.CANCELLED: Reason.CANCELLED,
-}
 
 
 class PeerLoader:

@@ -30,6 +30,10 @@ _MAY_BE_ELSEWHERE = (Reason.MISS, Reason.CORRUPT, Reason.IO_ERROR)
 _MIN_AGAIN_S = 0.002  # nobody else is asked for less
 
 
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
+
+
 def selects(what: Erasure | None) -> Callable[[Iterable[bytes], bytes], bool]:
     """Return what says of keys and their tenant whether an erasure (None: of everything) names one
     of them."""
@@ -186,10 +190,6 @@ def _select(run: Run, positions: Sequence[int]) -> Run:
         return run
     keys = tuple(run.keys[i] for i in positions)
     return Run(keys, tuple(run.pages[i] for i in positions), run.tenant, run.meter)
-
-
-_Item = TypeVar("_Item")
-_Found = TypeVar("_Found")
 
 
 class Workers:

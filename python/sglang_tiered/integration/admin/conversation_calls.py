@@ -46,8 +46,7 @@ from sglang_tiered.integration.admin.pin_notes import (
     pins_of_prefix,
     stored_name,
 )
-from sglang_tiered.integration.cache.chain_loader import chain_of
-from sglang_tiered.integration.cache.hints import Hinted
+from sglang_tiered.integration.cache.hints import Hinted, chain_of
 from sglang_tiered.storage.base import PinRefusal
 from sglang_tiered.storage.promises import ended
 
@@ -56,8 +55,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.admin.calls import Answer, Steps
     from sglang_tiered.integration.admin.conversations import Checkpoints
-    from sglang_tiered.integration.cache.chain_loader import Chain
-    from sglang_tiered.integration.cache.hints import Hints
+    from sglang_tiered.integration.cache.hints import Chain, Hints
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.identity.recent_requests import PrefixSelector
     from sglang_tiered.integration.storage.backend import TieredStorage
@@ -71,6 +69,21 @@ NOTHING_HELD = (
 )
 NOT_WRITTEN = "the tier did not take the change of the pin; see the server's log, and ask again"
 REFUSED_ELSEWHERE = "another rank of this server cannot pin so much; unpin something"
+
+
+DETACHED = (
+    "the NVMe tier is detached: what it holds was not forgotten, only what memory held was; attach "
+    "it and ask again"
+)
+STAGED = (
+    "the pages are hidden, and the first stage has forgotten them for good, but with --pp-size "
+    "above 1 nobody can tell that of the others"
+)
+
+NOT_HERE = (
+    "this server loads nothing ahead: it runs with pipeline parallelism, without tiers, or a "
+    "hybrid model with little host memory"
+)
 
 
 def pin(checkpoints: Checkpoints, cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
@@ -166,16 +179,6 @@ def _stored_names(cache: TieredRadixCache, body: dict[str, Any]) -> Steps:
     return list(dict.fromkeys((unnamed, *named)))
 
 
-DETACHED = (
-    "the NVMe tier is detached: what it holds was not forgotten, only what memory held was; attach "
-    "it and ask again"
-)
-STAGED = (
-    "the pages are hidden, and the first stage has forgotten them for good, but with --pp-size "
-    "above 1 nobody can tell that of the others"
-)
-
-
 class Forgets:
     """The conversations that one scheduler process forgets. Scheduler thread only."""
 
@@ -259,12 +262,6 @@ def _pages_behind(cache: TieredRadixCache, selector: PrefixSelector, num_kept: i
         # The tree cuts its nodes where a match ends: what is kept can be stored by itself.
         cache.match_visible(key[: num_kept * int(cache.page_size)])
     return pages[num_kept:]
-
-
-NOT_HERE = (
-    "this server loads nothing ahead: it runs with pipeline parallelism, without tiers, or a "
-    "hybrid model with little host memory"
-)
 
 
 def prefetch(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:

@@ -1,6 +1,7 @@
-"""The endpoints of the tiers in SGLang's HTTP server: routes, JSON and statuses. Their API keys are
-those of ``/flush_cache``; ``GET /tier/costs`` also takes one that opens nothing else (``keys``). A
-refusal is ``{"error": SENTENCE}`` with the status of its ``api.CallError``.
+"""What SGLang's HTTP server answers of the tiers: endpoints and a page for people (``TierPage``).
+Routes, JSON and statuses: a refusal is ``{"error": SENTENCE}`` with the status of its
+``api.CallError``. API keys are those of ``/flush_cache``; ``GET /tier/costs`` also takes one that
+opens nothing else (``keys``).
 
 ``GET /tier/requests`` is answered here, from the end of the files of ``--tier-log-requests``. They
 are read when it is asked: no scheduler takes part, and nothing is kept while nobody asks.
@@ -9,9 +10,14 @@ are read when it is asked: no scheduler takes part, and nothing is kept while no
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import functools
+import hashlib
 import os
+import re
 import time
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,7 +40,7 @@ from sglang_tiered.integration.admin.role_switch import ModelDoor, is_draining
 from sglang_tiered.integration.admin.service import Report, TierService
 from sglang_tiered.policy.server_costs import ABANDONED
 from sglang_tiered.request_log import VERSION, RequestRecord, Sources, older
-from sglang_tiered.tools.explain.causes import cause
+from sglang_tiered.tools.causes import cause
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -47,8 +53,25 @@ if TYPE_CHECKING:
     from sglang_tiered.request_log import RequestLogConfig
 
     Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+    Application = Callable[[Any, Any, Any], Awaitable[None]]
 
-__all__ = ["TAIL_BYTES", "add_routes", "newest_requests"]
+__all__ = ["TAIL_BYTES", "TierPage", "add_page", "add_routes", "newest_requests"]
+
+
+MINUTE_S = 60.0
+
+TAIL_BYTES = 1 << 20
+"""What is read of all replicas' lines: about 1,700 of them, in some forty milliseconds."""
+
+NOT_LOGGED = (
+    "this server writes no line of its requests; start it with --tier-log-requests FILE to see them"
+)
+
+PATH = "/tier/"
+
+_REFUSAL = (
+    b'{"error":"a page of another site had a browser send this; start the server with --api-key"}'
+)
 
 
 def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
@@ -153,16 +176,6 @@ def _query(request: Request) -> dict[str, Any]:
     return body
 
 
-MINUTE_S = 60.0
-
-TAIL_BYTES = 1 << 20
-"""What is read of all replicas' lines: about 1,700 of them, in some forty milliseconds."""
-
-NOT_LOGGED = (
-    "this server writes no line of its requests; start it with --tier-log-requests FILE to see them"
-)
-
-
 def newest_requests(
     config: RequestLogConfig | None, limit: int, *, now: float | None = None
 ) -> NewestRequests:
@@ -221,3 +234,91 @@ def _tail(path: Path, num_bytes: int) -> tuple[list[RequestRecord], bool]:
             if record.v == VERSION:
                 records.append(record)
     return records, has_more
+
+
+def add_page(app: Any, *, has_key: bool) -> None:
+    """Put the page in front of ``app``, SGLang's FastAPI application, and of the keys that SGLang
+    asks every path for, if it ``has_key``. Call it once, before the server listens."""
+    build = app.build_middleware_stack
+    app.build_middleware_stack = lambda: TierPage(build(), has_key=has_key)
+
+
+class TierPage:
+    """``GET /tier/``, a page for people, in front of SGLang's application. Answers ``GET`` and
+    ``HEAD`` of ``PATH``, and passes everything else on to ``app``. Without keys it refuses calls
+    below ``PATH`` that come from another site.
+
+    The page is the same file for everybody and holds nothing of a server, so it needs no key. All
+    that it shows comes from the calls, whose key the reader types in; the page keeps it in its tab
+    and sends it as every client does. A browser never sends it by itself, so no other site can act
+    with it.
+    """
+
+    def __init__(self, app: Application, *, has_key: bool) -> None:
+        self._app, self._has_key = app, has_key
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        method = scope.get("method")
+        if path == PATH and method in ("GET", "HEAD"):
+            await _answer(send, 200, *_page(), is_shown=method == "GET")
+        elif path.startswith(PATH) and not self._has_key and _is_of_another_site(scope):
+            await _answer(send, 403, _REFUSAL, [(b"content-type", b"application/json")])
+        else:
+            await self._app(scope, receive, send)
+
+
+async def _answer(
+    send: Any,
+    status: int,
+    body: bytes,
+    headers: list[tuple[bytes, bytes]],
+    *,
+    is_shown: bool = True,
+) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body if is_shown else b""})
+
+
+def _is_of_another_site(scope: Any) -> bool:
+    """Whether another site's page has a browser send this. Such a page may send a ``POST`` of text
+    to any server that the browser reaches. SGLang lets it add headers and read every answer."""
+    headers = dict(scope["headers"])
+    if site := headers.get(b"sec-fetch-site"):  # which browsers tell this machine and over TLS
+        return site in (b"cross-site", b"same-site")
+    origin = headers.get(b"origin")
+    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
+
+
+@functools.cache
+def _page() -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """Return the page and its headers. Read when somebody first looks."""
+    text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {_digest('script', text)}",
+            f"style-src {_digest('style', text)}",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+    body = text.encode()
+    headers = {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": policy,
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+    return body, [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+def _digest(element: str, text: str) -> str:
+    """Return the only content of an element that a browser may run, by its digest."""
+    (content,) = re.findall(f"<{element}>(.*?)</{element}>", text, re.DOTALL)
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -34,6 +34,10 @@ __all__ = ["NAME", "ReferenceAttnBackend", "ReferencePodAttnBackend", "always_ab
 NAME = "reference"
 
 
+# A plan splits long rows by this number; a CPU has none, and small plans should split too.
+_PRETENDED_SMS = 8
+
+
 @dataclass
 class _ForwardRows:
     """The cache rows of one forward's sequences, read from ``req_to_token`` once for all layers.
@@ -210,10 +214,6 @@ def always_absorb(name: str) -> None:
         return AttnForwardMethod.MLA
 
     AttentionBackendRegistry.register(name, absorbed)
-
-
-# A plan splits long rows by this number; a CPU has none, and small plans should split too.
-_PRETENDED_SMS = 8
 
 
 class ReferencePodAttnBackend(PodAttention, ReferenceAttnBackend):

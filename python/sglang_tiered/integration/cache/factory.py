@@ -57,9 +57,9 @@ def build(ctx: TreeCacheBuildContext, config: TieredConfig | None) -> BasePrefix
     if is_ours and memory.hicache_write_policy == "write_through" and is_small(params, config):
         least = f"{SMALL_RATIO * 100:.0f}% of device memory"
         if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
-            reason = small_host.reason_against()
+            reason = small_host.reason_against_buffer()
             if reason is None:
-                small_host.use(params)
+                small_host.use_buffer(params)
                 logger.info(
                     "The host tier is smaller than %s: it holds what is on its way to NVMe and "
                     "back, and nothing comes back from host memory itself.",
@@ -73,7 +73,7 @@ def build(ctx: TreeCacheBuildContext, config: TieredConfig | None) -> BasePrefix
                     reason,
                 )
         else:
-            small_host.register()
+            small_host.register_core()
             params.tree_core_backend = small_host.BACKEND_NAME
             logger.info(
                 "The host tier is smaller than %s: copies of what the device holds give way once "

@@ -18,8 +18,7 @@ from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_tiered.integration.cache import small_host
 from sglang_tiered.integration.cache.host_locks import HostLocks
-from sglang_tiered.integration.identity.hidden_pages import HiddenPages
-from sglang_tiered.integration.identity.tenants import HiddenTenants
+from sglang_tiered.integration.identity.tenants import HiddenPages, HiddenTenants
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

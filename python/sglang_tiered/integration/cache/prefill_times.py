@@ -48,6 +48,10 @@ _BYTES_A_WEIGHT = 2  # in files that do not say
 _MAX_HEADER_BYTES = 100 << 20
 
 
+MAX_LAUNCHED = 64
+"""Bounds the launched batches without a result; with one pipeline stage there are two."""
+
+
 def probe_prefill(
     model_path: str,
     revision: str | None,
@@ -140,10 +144,6 @@ def make_planner(cache: Any, storage: TieredStorage, *, always: bool) -> LoadPla
     )
     costs = CostModel(page_tokens=page_size, bytes_per_token=bytes_per_token, prefill=prefill)
     return LoadPlanner(costs, always=always, follows=storage.borrows)
-
-
-MAX_LAUNCHED = 64
-"""Bounds the launched batches without a result; with one pipeline stage there are two."""
 
 
 class _Launched(NamedTuple):

@@ -56,7 +56,7 @@ from sglang_tiered.integration.ranks import (
 )
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.integration.storage.controller import NextLoad, NextStore, use_tiered_controller
-from sglang_tiered.policy.host_budget import HostBudget
+from sglang_tiered.policy.shares import HostBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -61,11 +61,11 @@ __all__ = [
     "lacks_pages",
     "loads_on_the_way",
     "note_absent",
-    "reason_against",
-    "register",
+    "reason_against_buffer",
+    "register_core",
     "store_again",
     "stores_under_way",
-    "use",
+    "use_buffer",
 ]
 
 BACKEND_NAME = "tiered_small_host"
@@ -97,7 +97,7 @@ _SIGNATURES = {
 }
 
 
-def register() -> None:
+def register_core() -> None:
     """Make the core known to SGLang in this process. Idempotent."""
     if BACKEND_NAME not in registered_tree_core_backends():
         check_signatures(_SIGNATURES)
@@ -296,7 +296,7 @@ def _was_given_up(node: UnifiedTreeNode) -> bool:
     return getattr(node, "copy_given_up", False)
 
 
-def reason_against() -> str | None:
+def reason_against_buffer() -> str | None:
     """Return why host memory cannot be a buffer in this process."""
     disagg = get_disagg()
     reasons = {
@@ -307,7 +307,7 @@ def reason_against() -> str | None:
     return next((reason for reason, is_so in reasons.items() if is_so), None)
 
 
-def use(params: CacheInitParams) -> None:
+def use_buffer(params: CacheInitParams) -> None:
     """Have SGLang build the cache so. Its Rust core names pages of hidden tenants as it inserts
     them, before ``UnmarkedTreeCore`` can translate the names: so this takes the Python core."""
     get_context().override("sglang_tiered.host_buffer", hicache_host_memory_mode="buffer_only")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.policy.host_budget import HostBudget
+    from sglang_tiered.policy.shares import HostBudget
 
 __all__ = ["Spiller"]
 

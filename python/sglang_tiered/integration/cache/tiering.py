@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
-from sglang_tiered.integration.cache.chain_loader import ChainLoader
-from sglang_tiered.integration.cache.hints import DETACHED, Hints
+from sglang_tiered.integration.cache.hints import DETACHED, ChainLoader, Hints
 from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.host_locks import Residents
 from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
@@ -23,12 +22,11 @@ from sglang_tiered.integration.cache.returns import Returns
 from sglang_tiered.integration.cache.small_host import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller
 from sglang_tiered.integration.observe.exporter import MetricsExporter, rank_labels
-from sglang_tiered.integration.observe.holdings import holdings
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
-from sglang_tiered.integration.observe.stats import MemoryStats, SpillStats, process_stats
+from sglang_tiered.integration.observe.stats import MemoryStats, SpillStats, holdings, process_stats
 from sglang_tiered.integration.ranks import first_ranks
 from sglang_tiered.metrics import MEMORY_METRICS
-from sglang_tiered.policy.prefill_work import PrefillWork
+from sglang_tiered.policy.queue_wait import PrefillWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.observe.stories import Stories
     from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.policy.host_budget import HostBudget
+    from sglang_tiered.policy.shares import HostBudget
 
 __all__ = ["TierObserver", "Tiering", "stats_of"]
 

@@ -37,6 +37,10 @@ MAX_ID_BYTES = 512
 _ACTION, _VERSION = "sglang_tiered.conversation", "1"
 
 
+_TENANT = ("extra_key", "cache_salt")
+_IDS = ("session_id", "conversation_id", "rid")
+
+
 def after_tokenizing(tokenized: Any, request: Any) -> None:
     """Hand on the id of a request that has one. In the process that tokenizes."""
     from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
@@ -73,10 +77,6 @@ def _usable(value: Any) -> str | None:
         return value if len(value.encode()) <= MAX_ID_BYTES else None
     except UnicodeEncodeError:  # half a character, which no message to a scheduler can hold
         return None
-
-
-_TENANT = ("extra_key", "cache_salt")
-_IDS = ("session_id", "conversation_id", "rid")
 
 
 class BodyRefused(HTTPException, ValueError):

@@ -91,6 +91,9 @@ _EXCLUSIVE_FLAGS = {
 _SIZES = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "nnodes", "max_total_tokens")
 
 
+ROLES = ("prefill", "decode")
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """Holds what a command line resolves to. ``notes`` are sentences for the operator."""
@@ -429,9 +432,6 @@ def _completed(
         if _argument_name(flag) not in explicit:
             arguments += [flag] if value is None else [flag, value]
     return arguments
-
-
-ROLES = ("prefill", "decode")
 
 
 def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:

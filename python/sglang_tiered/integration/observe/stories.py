@@ -44,6 +44,16 @@ MAX_ABORTED = 1024
 
 TIERS = tuple(Tier)
 
+PREFIX = "sglang_tiered."
+"""How the attributes of spans begin."""
+
+_OUTER, _INNER = 1, 2
+"""Levels of SGLang's: of what a request waits for, and of its parts (``SGLANG_TRACE_LEVEL``)."""
+
+_NS = 1e9
+
+_Span = tuple[str, int, float, float, dict[str, Any]]
+
 
 class Prices(Protocol):
     """The part of a planner that notes ask."""
@@ -411,21 +421,7 @@ def open_notes(
         replica = place.attn_dp_rank if place.dp_rank is None else place.dp_rank
         path = config.file_of(replica)
         writer = LineWriter(path, max_bytes=config.max_bytes, replica=replica)
-    return Stories(prices, writer, tenant_of=tenant_of, traces=is_tracing())
-
-
-PREFIX = "sglang_tiered."
-"""How the attributes of spans begin."""
-
-_OUTER, _INNER = 1, 2
-"""Levels of SGLang's: of what a request waits for, and of its parts (``SGLANG_TRACE_LEVEL``)."""
-
-_NS = 1e9
-
-
-def is_tracing() -> bool:
-    """Whether this process traces requests."""
-    return bool(get_global_tracing_enabled())
+    return Stories(prices, writer, tenant_of=tenant_of, traces=bool(get_global_tracing_enabled()))
 
 
 def tell_spans(story: Story, unix_minus_clock_s: float, *, is_over: bool = False) -> None:
@@ -447,9 +443,6 @@ def tell_spans(story: Story, unix_minus_clock_s: float, *, is_over: bool = False
                 attrs={PREFIX + key: value for key, value in attributes.items()},
             )
         )
-
-
-_Span = tuple[str, int, float, float, dict[str, Any]]
 
 
 def _spans(story: Story, *, is_over: bool) -> Iterator[_Span]:

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["End", "LoadMeter", "LookedUp", "PricedPlan", "Story", "record_of"]
 
 
+_DIGITS = 6
+"""Of a second: microseconds."""
+
+
 class _MeteredRead(NamedTuple):
     tier: Tier
     begun_at: float
@@ -105,10 +109,6 @@ class LoadMeter(Meter):
             nvme.verify_s = sum(ended - began for began, ended in checks)
             nvme.verified = min(began for began, _ in checks), max(ended for _, ended in checks)
         return found
-
-
-_DIGITS = 6
-"""Of a second: microseconds."""
 
 
 def _s(seconds: float) -> float:

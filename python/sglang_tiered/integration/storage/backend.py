@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from sglang_tiered.integration.identity.hidden_pages import HiddenPages
+    from sglang_tiered.integration.identity.tenants import HiddenPages
     from sglang_tiered.integration.storage.admission_gate import QueuedStore
     from sglang_tiered.integration.storage.machine_budget import BudgetStats, MachineBudget
     from sglang_tiered.integration.storage.shared_pages import SharingRanks

@@ -40,6 +40,16 @@ _MAX_WAITING = 64  # requests of one client, whatever their size
 _NAME_BYTES = 1024  # counted for each page, which bounds the number of tiny ones
 
 
+_MAX_MESSAGES = 64  # at a time
+_SHORT_POLL_S = 0.001  # between looks for memory that has left, while requests wait for it
+_LONG_POLL_S = 0.02  # the same while no request waits
+_HEARTBEAT_MS = 1000
+_FRAME_BYTES = 4 << 20  # longer ones are no cheaper to send
+_SEALED_FRAME_BYTES = 1 << 20  # where ZeroMQ encrypts, it holds copies of a whole frame
+_CLIENT_HWM = 256  # unread answers to one client; answers with pages are bounded otherwise
+_UNREAD_HWM = 64  # unread messages of one client
+
+
 @dataclass(eq=False, slots=True)
 class ServeRequest:
     """A client stops waiting for it at ``expires_at``, by the server's clock."""
@@ -153,16 +163,6 @@ class ServeQueue:
         client = self._clients.get(name)
         if client is not None and not client.waiting and not client.held_bytes:
             del self._clients[name]
-
-
-_MAX_MESSAGES = 64  # at a time
-_SHORT_POLL_S = 0.001  # between looks for memory that has left, while requests wait for it
-_LONG_POLL_S = 0.02  # the same while no request waits
-_HEARTBEAT_MS = 1000
-_FRAME_BYTES = 4 << 20  # longer ones are no cheaper to send
-_SEALED_FRAME_BYTES = 1 << 20  # where ZeroMQ encrypts, it holds copies of a whole frame
-_CLIENT_HWM = 256  # unread answers to one client; answers with pages are bounded otherwise
-_UNREAD_HWM = 64  # unread messages of one client
 
 
 class Place(NamedTuple):

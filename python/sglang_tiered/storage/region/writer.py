@@ -69,6 +69,9 @@ _NUM_THREADS = 4  # an extent has as many pages of 8 MiB
 _JOIN_TIMEOUT_S = 10.0  # of threads that have nothing to do
 
 
+_MAX_WRITE_FAILURES = 3
+
+
 class Encoders:
     """The threads that encode the pages of an extent, into memory that direct I/O takes. They
     encode for one thread, which waits.
@@ -135,9 +138,6 @@ def _in_blocks(encoded: list[Page], pages: list[Page]) -> Stored:
             spread([np.frombuffer(part, np.uint8) for part in page], (memory[:length],))
             memory = memory[num_bytes:]
     return found
-
-
-_MAX_WRITE_FAILURES = 3
 
 
 def write_footer(device: Device, region: Region, contents: Contents) -> int:

@@ -35,6 +35,9 @@ __all__ = ["Loader", "Promoter"]
 logger = logging.getLogger(__name__)
 
 
+JOIN_S = 10.0
+
+
 class Promoter:
     """Copies while the load's buffers are still the engine's, then stores the copy in the
     background. The leading pages that fit are kept; the others stay where they were found. ``gate``
@@ -97,9 +100,6 @@ class Promoter:
             self._num_bytes -= num_bytes
             self.num_promoted[tier] += num_promoted
             self.num_dropped[tier] += num_dropped
-
-
-JOIN_S = 10.0
 
 
 class Loader:

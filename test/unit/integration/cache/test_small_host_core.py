@@ -32,7 +32,7 @@ PAGE, DEVICE_PAGES, HOST_PAGES = 4, 24, 8
 
 def make_cache() -> UnifiedRadixCache:
     patch_host_pools()
-    small_host_core.register()
+    small_host_core.register_core()
     arguments = ServerArgs(
         model_path="dummy",
         device="cpu",

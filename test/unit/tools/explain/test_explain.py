@@ -22,8 +22,8 @@ from sglang_tiered.request_log import (
     TierLoad,
     Wait,
 )
-from sglang_tiered.tools.explain.causes import cause, parts
-from sglang_tiered.tools.explain.cli import main
+from sglang_tiered.tools.causes import cause, parts
+from sglang_tiered.tools.explain import main
 
 MiB = 1 << 20
 
