@@ -18,20 +18,20 @@ PRODUCT = ROOT / "python" / "sglang_tiered"
 MAX_WORDS = 30
 SMALL_LINES = 60
 HELD = {
-    "product lines": 63_210,
-    "product files": 329,
-    "product classes": 635,
+    "product lines": 62_690,
+    "product files": 279,
+    "product classes": 634,
     "class names defined more than once": 8,
-    "product modules with one importer": 93,
-    f"product files under {SMALL_LINES} lines": 55,
+    "product modules with one importer": 67,
+    f"product files under {SMALL_LINES} lines": 37,
     f"docstring sentences over {MAX_WORDS} words": 0,
     "lines of the longest file": 600,
-    "product files of the largest folder": 24,
-    "laboratory lines": 10_700,
+    "product files of the largest folder": 23,
+    "laboratory lines": 10_690,
     "kernel lines": 3_340,
     "benchmark lines": 18_400,
     "test lines": 85_150,
-    "Markdown bytes": 230_400,
+    "Markdown bytes": 230_300,
 }
 
 

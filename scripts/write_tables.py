@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.config import NvmeConfig, TieredConfig, TransferConfig
 from sglang_tiered.flags import Flag, flags_of
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS, Metric, MetricKind
-from sglang_tiered.object_config import ObjectConfig
-from sglang_tiered.peer_config import PeerConfig
+from sglang_tiered.remote_config import ObjectConfig, PeerConfig
 from sglang_tiered.request_log import RequestLogConfig
 from sglang_tiered.sharing import membership
 from sglang_tiered.sharing.pages import messages as pages

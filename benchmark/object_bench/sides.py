@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import obstore
 
-from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.storage.base import KEY_BYTES, Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.names import Layout, parse_page

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from sglang_tiered.config import TransferConfig
-from sglang_tiered.integration.cpu.malloc import keep_freed_memory
+from sglang_tiered.integration.cpu.processes import keep_freed_memory
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 from sglang_tiered.transfer.prefill.send_queue import Chunk
 from sglang_tiered.wire.keys import load_keys, make_keys

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from sglang_tiered.policy.server_costs import ServerCosts
-from sglang_tiered.request_record import RequestRecord, Sources
+from sglang_tiered.request_log import RequestRecord, Sources
 
 __all__ = [
     "CALLS",

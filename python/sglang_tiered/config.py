@@ -33,18 +33,22 @@ from sglang_tiered.flags import (
     size,
     text,
 )
-from sglang_tiered.object_config import ObjectConfig  # noqa: TC001 - a field, decoded
-from sglang_tiered.peer_config import PeerConfig  # noqa: TC001 - a field, decoded
+from sglang_tiered.remote_config import (
+    ObjectConfig,  # noqa: TC001 - a field, decoded
+    PeerConfig,  # noqa: TC001 - a field, decoded
+)
 from sglang_tiered.request_log import RequestLogConfig  # noqa: TC001 - a field, decoded
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
 __all__ = [
+    "CACHE_BACKEND",
     "ENVIRONMENT_VARIABLE",
     "MIN_REGIONS",
     "MIN_REGIONS_PER_DAY",
     "MIN_REGION_BYTES",
+    "TRANSFER_BACKEND",
     "GiB",
     "KiB",
     "MiB",
@@ -57,6 +61,8 @@ __all__ = [
     "format_bytes",
 ]
 
+CACHE_BACKEND = "tiered"  # --radix-cache-backend
+TRANSFER_BACKEND = "zmq"  # --disaggregation-transfer-backend
 ENVIRONMENT_VARIABLE = "SGLANG_TIERED_CONFIG"
 
 MIN_REGION_BYTES = 4 * MiB

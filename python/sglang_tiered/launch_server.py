@@ -153,9 +153,8 @@ def _run(server_args: Any, config: TieredConfig) -> None:
 
         from sglang_tiered.integration.admin.cost_board import CostBoard
         from sglang_tiered.integration.admin.costs import num_local_ranks
-        from sglang_tiered.integration.admin.http_api import add_routes
+        from sglang_tiered.integration.admin.http_api import add_page, add_routes
         from sglang_tiered.integration.admin.keys import take_orders
-        from sglang_tiered.integration.admin.page import add_page
         from sglang_tiered.integration.cpu import processes
 
         resolved, config = start.check(server_args, config)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.runs import NAMESPACE
 from kit.waiting import eventually
-from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.storage.base import NO_TENANT, Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.collect import Collector, CollectorReport, CollectorSettings

@@ -9,7 +9,7 @@ from peer_servers import quick
 from simulation.engine import REGION
 
 from kit.runs import NAMESPACE
-from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import Erasure, Tier, TierEngine

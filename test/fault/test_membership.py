@@ -13,6 +13,7 @@ from redis_server import RedisServer
 
 from kit.waiting import eventually
 from sglang_tiered.checksummed import seal
+from sglang_tiered.sharing.addresses import Role, Serving
 from sglang_tiered.sharing.index_url import parse_index_url
 from sglang_tiered.sharing.membership import (
     VERSION,
@@ -22,7 +23,6 @@ from sglang_tiered.sharing.membership import (
     read_record,
     read_servings,
 )
-from sglang_tiered.sharing.serving import Role, Serving
 from sglang_tiered.sharing.sync import PeerDiscovery
 
 pytestmark = pytest.mark.timeout(120)

@@ -15,9 +15,9 @@ from test_following_wire import MISTREATMENTS, Relay
 from kit.cost_records import record_of
 from kit.waiting import eventually
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
-from sglang_tiered.route import following
+from sglang_tiered.route import events as following
+from sglang_tiered.route.events import PageFollower
 from sglang_tiered.route.fleet import Member, Replica
-from sglang_tiered.route.following import PageFollower
 from sglang_tiered.sharing.pages.followers import SIGN_OF_LIFE_S
 
 pytestmark = pytest.mark.timeout(120)

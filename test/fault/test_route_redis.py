@@ -10,9 +10,9 @@ from route_front import Front
 from route_mocks import Mock, Mocks
 
 from kit.waiting import eventually
+from sglang_tiered.sharing.addresses import Role, Serving
 from sglang_tiered.sharing.index_url import parse_index_url
 from sglang_tiered.sharing.membership import Membership
-from sglang_tiered.sharing.serving import Role, Serving
 
 pytestmark = pytest.mark.timeout(120)
 

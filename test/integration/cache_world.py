@@ -30,14 +30,14 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from small_cache import make_pool
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.integration.cache import prefill_times as prefill_prior
+from sglang_tiered.integration.cache import small_host as small_host_core
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.cache.small_host import core as small_host_core
-from sglang_tiered.integration.cache.timing import prefill_prior
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import _storage_arguments
 from sglang_tiered.integration.ranks import SILENT, RankAgreement
-from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.policy.cost_model import PrefillCost
+from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.request_log import RequestLogConfig
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class CacheWorld:
             eviction_policy_config=policy_config,
         )
         if is_small:
-            small_host_core.register()
+            small_host_core.register_core()
             params.tree_core_backend = small_host_core.BACKEND_NAME
         self.cache: Any = TieredRadixCache(params, config)
         self.cache.init_hicache(server_args, params)

@@ -49,8 +49,7 @@ def launcher_flags(arguments: Sequence[str]) -> dict[str, Any]:
     from sglang_tiered.config import NvmeConfig, TieredConfig, TransferConfig
     from sglang_tiered.integration.launch import flags
     from sglang_tiered.integration.launch.resolve import explicit_arguments
-    from sglang_tiered.object_config import ObjectConfig
-    from sglang_tiered.peer_config import PeerConfig
+    from sglang_tiered.remote_config import ObjectConfig, PeerConfig
 
     flags.refuse_settings(arguments)
     with_model = ["--model-path", "any", *arguments]  # what follows replaces it

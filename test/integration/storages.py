@@ -10,7 +10,7 @@ from host_pools import storage_config
 from sglang_tiered.config import ENVIRONMENT_VARIABLE, MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.remote_config import ObjectConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,8 +18,8 @@ from redis_server import RedisServer
 
 from conftest import ALWAYS, PAGE, SMALL, Start, aligned, ask, make_prompts, residency, until
 from server_process import Server, free_ports
+from sglang_tiered.sharing.addresses import Role
 from sglang_tiered.sharing.membership import read_record
-from sglang_tiered.sharing.serving import Role
 from sglang_tiered.wire.keys import PEER, make_keys
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_tiered.integration.observe.requests.story import End, Story
+from sglang_tiered.integration.observe.story import End, Story
 
 __all__ = ["ended"]
 

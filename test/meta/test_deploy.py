@@ -307,7 +307,7 @@ def test_interpolation_is_compose_s() -> None:
 
 
 def test_variables_of_servers_are_read_by_something() -> None:
-    source = (ROOT / "python/sglang_tiered/storage/bucket/remote.py").read_text()
+    source = (ROOT / "python/sglang_tiered/storage/bucket/requests.py").read_text()
     found = importlib.util.find_spec("sglang")
     assert found is not None and found.origin is not None
     environ = (Path(found.origin).parent / "srt/environ.py").read_text(encoding="utf-8")

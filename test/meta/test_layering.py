@@ -73,23 +73,22 @@ MAY_IMPORT = {
 # Likewise within ``integration``: its rooms, and the modules at its door.
 INTEGRATION = {
     "plugin": {"attention", "cache", "compat", "cpu", "cuda_native", "hooks", "launch"},
-    "hooks": {"admin", "cache", "cpu", "disaggregation", "identity", "names", "observe"}
+    "hooks": {"admin", "cache", "cpu", "disaggregation", "identity", "observe"}
     | {"scheduler_messages"},
     "scheduler_messages": {"admin", "attention", "cache", "disaggregation", "identity", "observe"}
     | {"ranks"},
     "engine": {"admin", "launch"},
-    "launch": {"attention", "compat", "cpu", "names", "storage"},
+    "launch": {"attention", "compat", "cpu", "storage"},
     "admin": {"cache", "identity", "ranks", "storage"},
-    "disaggregation": {"cache", "compat", "identity", "names", "observe"},
+    "disaggregation": {"cache", "compat", "identity", "observe"},
     "cpu": {"cache", "identity"},
     "cuda_native": {"compat", "cpu"},
-    "cache": {"compat", "identity", "names", "observe", "ranks", "storage"},
+    "cache": {"compat", "identity", "observe", "ranks", "storage"},
     "ranks": set(),
     "observe": {"compat", "storage"},
     "storage": {"identity", "ranks"},
     "attention": {"compat"},
     "identity": set(),
-    "names": set(),
     "compat": set(),
     "seams": {"compat", "plugin"},
 }

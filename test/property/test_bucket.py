@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kit.waiting import TIMEOUT_S, finished
-from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.names import Layout, parse_page

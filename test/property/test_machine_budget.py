@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.machine_budget import StoreShare, grant, recall
+from sglang_tiered.policy.shares import StoreShare, grant, recall
 
 TOTAL = 1000
 STEP = 16

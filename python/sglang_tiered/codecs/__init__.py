@@ -10,8 +10,7 @@ from sglang_tiered.codecs.base import (
     PageLayout,
     SegmentLayout,
 )
-from sglang_tiered.codecs.fp8 import Fp8Codec
-from sglang_tiered.codecs.int8 import Int8Codec
+from sglang_tiered.codecs.quantized import Fp8Codec, Int8Codec
 from sglang_tiered.codecs.zstd import ZstdCodec
 from sglang_tiered.errors import ConfigError
 

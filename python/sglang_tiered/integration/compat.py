@@ -393,7 +393,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
         "self",
         "obj",
     ),
-    # The labels of SGLang's own metrics, which ours bear too (``observe.rank_labels``).
+    # The labels of SGLang's own metrics, which ours bear too (``observe.exporter``).
     f"{_METRICS}:SchedulerMetricsCollector.init_new": ("server_args",),
     "sglang.srt.disaggregation.utils:DisaggregationMode.to_engine_type": ("mode",),
     "sglang.srt.runtime_context:get_parallel": (),

@@ -13,15 +13,15 @@ all that wants to hear of it, in order. For SGLang 0.5.23.
 | pool_host.base.ranks_per_host | AROUND | SGLang does not count the replicas of ``--dp-size`` among those that share the machine's memory |
 | kv_cache_builder.auto_size_hicache | AROUND | SGLang raises, or makes a host tier of a few tokens, where hardly any memory is left |
 | KVCacheConfigurator._profile_available_bytes | AROUND, CPU only | SGLang gives the device pool most of the machine's memory, which the host tier needs too (``cpu.memory``) |
-| configs.model_config._get_and_verify_dtype | AROUND, CPU only | SGLang makes float16 of a float32 checkpoint, which a CPU computes slowest of all formats (``cpu.number_format``) |
+| configs.model_config._get_and_verify_dtype | AROUND, CPU only | SGLang makes float16 of a float32 checkpoint, which a CPU computes slowest of all formats (``cpu.platform``) |
 | Scheduler.flush_cache | AFTER | a flush releases purged tenants, and prefill hands KV over again that may have been of weights before |
 | Scheduler.on_idle | AROUND | the last record of ``/tier/costs`` must not show work while the scheduler rests; nodes that a purge left in the tree are removed when no request uses them, as SGLang's tree cannot remove one tenant; on a CPU, a scheduler that waits for a handoff polls without a pause, on the cores that the other instance computes on |
 | mem_cache.utils.storage_namespace_seed | AROUND | the other key of a purged tenant's requests separates nodes in the tree only; every tier knows a page by one hash |
 | Req.__init__ | AFTER | requests of a purged tenant must not match nodes still in the tree; SGLang appends the id of a LoRA adapter to ``extra_key``, so a user's key could name an adapter's pages |
 | utils.auth.decide_request_auth | AROUND | ``GET /tier/costs`` and ``POST /pd_role_switch`` take keys that open nothing else, of the latter one order alone, so that whoever a router takes for a server learns none that does |
-| TokenizerManager.generate_request | BEFORE | endpoints of Anthropic's and Ollama's API drop ``cache_salt``, ``session_id`` and ids; those that cannot take a salt ignore it; and ``/v1/completions`` and others ignore what a gateway says in headers (``named_in_body``) |
+| TokenizerManager.generate_request | BEFORE | endpoints of Anthropic's and Ollama's API drop ``cache_salt``, ``session_id`` and ids; those that cannot take a salt ignore it; and ``/v1/completions`` and others ignore what a gateway says in headers (``request_names``) |
 | TokenizerManager._tokenize_one_request | BEFORE | a client may send hashes of its images, and so store one image's pages under another's key (``media_hashes``) |
-| TokenizerManager._create_tokenized_object | AFTER | SGLang does not hand a request's ``conversation_id`` to the schedulers, which pin, list and forget by it (``conversation_ids``); and of what a request asks for its room is made |
+| TokenizerManager._create_tokenized_object | AFTER | SGLang does not hand a request's ``conversation_id`` to the schedulers, which pin, list and forget by it (``request_names``); and of what a request asks for its room is made |
 | GenerateReqInput.normalize_batch_and_arguments | AFTER | SGLang ends both schedulers where a client gives a list for the room of one prompt, and answers 500 where the list is too short (``request_rooms``) |
 | TokenizerManager._dispatch_to_scheduler | BEFORE | SGLang gives every sample of ``n`` the same room, and takes a number that two clients draw for one request's (``request_rooms``) |
 | SchedulerWeightUpdaterManager.flush_cache_after_weight_update | AFTER | a refused flush fails the update's answer, which then does not tell whether all weights are there |
@@ -49,18 +49,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_tiered.config import TieredConfig
+from sglang_tiered.config import TRANSFER_BACKEND, TieredConfig
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.cache import factory, host_size
-from sglang_tiered.integration.cache.ahead.answer_checkpoints import checkpoint_answers
-from sglang_tiered.integration.cache.timing.prefill_timer import PrefillClock
-from sglang_tiered.integration.cpu import memory, number_format, processes
-from sglang_tiered.integration.identity import conversation_ids, named_in_body, tenants
+from sglang_tiered.integration.cache.answer_checkpoints import checkpoint_answers
+from sglang_tiered.integration.cache.prefill_times import PrefillClock
+from sglang_tiered.integration.cpu import memory, processes
+from sglang_tiered.integration.cpu.platform import around_dtype
+from sglang_tiered.integration.identity import request_names, tenants
 from sglang_tiered.integration.identity.media_hashes import (
     drop_client_hashes,
     refuse_placeholder_tokens,
 )
-from sglang_tiered.integration.names import TRANSFER_BACKEND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -201,7 +201,7 @@ class Hooks:
             configurator = f"{_CACHE}.kv_cache_configurator.KVCacheConfigurator"
             around[f"{configurator}._profile_available_bytes"] = self.around_profile
             dtype = "sglang.srt.configs.model_config._get_and_verify_dtype"
-            around[dtype] = number_format.around_dtype
+            around[dtype] = around_dtype
             for starts in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
                 around[f"{_ENGINE}.Engine.{starts}"] = processes.around_start
         for kind, hooks in (
@@ -308,7 +308,7 @@ class Hooks:
             self._messages.memory_was_flushed()
 
     def around_idle(self, original: Callable[[Any], None], scheduler: Any) -> None:
-        from sglang_tiered.integration.observe.transfer_stats import manager_of
+        from sglang_tiered.integration.observe.stats import manager_of
 
         self._control.before_idle()
         original(scheduler)
@@ -370,7 +370,7 @@ def _after_scheduler_died(result: Exception, _: int, process: Any) -> Exception:
 
 
 def _after_init_info(result: dict[str, Any], scheduler: Any) -> dict[str, Any]:
-    from sglang_tiered.integration.observe.holdings import holdings
+    from sglang_tiered.integration.observe.stats import holdings
 
     cache = _cache_of(scheduler)
     if cache is not None:
@@ -386,8 +386,8 @@ def _after_controller_info(result: dict[str, Any], controller: Any) -> dict[str,
 
 
 def _before_generating(manager: Any, obj: Any, request: Any = None) -> None:
-    named_in_body.take_overrides(obj, request)
-    named_in_body.carry(obj, request)
+    request_names.take_overrides(obj, request)
+    request_names.carry(obj, request)
 
 
 def _before_tokenizing(manager: Any, request: Any) -> None:
@@ -398,5 +398,5 @@ def _before_tokenizing(manager: Any, request: Any) -> None:
 def _after_tokenizing(tokenized: Any, manager: Any, request: Any, *_: Any, **__: Any) -> None:
     from sglang_tiered.integration.disaggregation import request_rooms
 
-    conversation_ids.after_tokenizing(tokenized, request)
+    request_names.after_tokenizing(tokenized, request)
     request_rooms.after_tokenizing(tokenized, request)

@@ -52,12 +52,12 @@ def register() -> None:
     compat.check_version()
     registration.register()
     if not accelerator.is_available():
-        from sglang_tiered.integration.cpu import malloc, short_conv
         from sglang_tiered.integration.cpu import platform as cpu_platform
+        from sglang_tiered.integration.cpu import processes, short_conv
 
         # This feature asks torch for a CUDA event, and ends the scheduler where there is none.
         os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
-        malloc.keep_freed_memory()
+        processes.keep_freed_memory()
         cpu_platform.patch_host_pools()
         short_conv.register()
     elif accelerator.lacks_kernels():

@@ -52,11 +52,10 @@ from sglang.srt.runtime_context import get_exec
 from sglang_tiered.integration.admin.control import hide_memory
 from sglang_tiered.integration.attention.pod import PodAttention
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
+from sglang_tiered.integration.disaggregation.handoffs import WeightUpdate
 from sglang_tiered.integration.identity import namespace
-from sglang_tiered.integration.observe.holdings import holdings
-from sglang_tiered.integration.observe.samples import state_of
-from sglang_tiered.integration.observe.transfer_stats import manager_of, transfer_stats
+from sglang_tiered.integration.observe.exporter import state_of
+from sglang_tiered.integration.observe.stats import holdings, manager_of, transfer_stats
 from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS
 from sglang_tiered.policy.server_costs import NOT_IDLE

@@ -26,7 +26,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.daily_budget import DailyBudget
+    from sglang_tiered.budgets import DailyBudget
 
 __all__ = [
     "Admission",

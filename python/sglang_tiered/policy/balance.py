@@ -19,7 +19,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_tiered.policy.router_view import step_prices
+from sglang_tiered.policy.routing import step_prices
 from sglang_tiered.policy.server_costs import ROLES
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from msgspec import Meta
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import parse_duration
-from sglang_tiered.policy.shedding import RequestClass
+from sglang_tiered.policy.routing import RequestClass
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 import zmq.asyncio
 
-from sglang_tiered.policy.router_view import RouterView
+from sglang_tiered.policy.routing import RouterView
 from sglang_tiered.policy.server_costs import (
     ABANDONED,
     FRESH_S,
@@ -33,8 +33,7 @@ from sglang_tiered.policy.server_costs import (
     switch_key,
 )
 from sglang_tiered.route.envoy import CLUSTERS, read_members, write_members
-from sglang_tiered.route.events import follow, publisher_of
-from sglang_tiered.route.following import PageFollower
+from sglang_tiered.route.events import PageFollower, follow, publisher_of
 from sglang_tiered.route.pages import HeldPages
 
 if TYPE_CHECKING:

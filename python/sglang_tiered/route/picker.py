@@ -19,12 +19,13 @@ from urllib.parse import urlsplit
 from sglang_tiered.policy.routing import (
     NOTHING_HELD,
     Held,
+    RequestClass,
     choose_decode,
     choose_server,
     least_ttft,
+    retry_after_s,
 )
 from sglang_tiered.policy.server_costs import ROLES
-from sglang_tiered.policy.shedding import RequestClass, retry_after_s
 from sglang_tiered.route.envoy import DESTINATION, PREFILLER
 from sglang_tiered.route.fleet import MAYBE_S, NOWHERE, Replica
 from sglang_tiered.route.prompt import MAX_NEW_TOKENS

@@ -1,7 +1,9 @@
-"""Addresses of servers: as a user writes them, and as ZeroMQ takes them."""
+"""Addresses of servers: as a user writes them, as ZeroMQ takes them, and where requests are
+answered, as routers are told through a Redis (``membership``)."""
 
 from __future__ import annotations
 
+import enum
 import ipaddress
 import re
 import socket
@@ -9,9 +11,12 @@ from typing import NamedTuple
 
 from sglang_tiered.errors import ConfigError
 
-__all__ = ["Target", "parse_targets", "resolve"]
+__all__ = ["Role", "Serving", "Target", "is_serving", "parse_targets", "resolve"]
 
 _TARGET = re.compile(r"(?:dns://)?(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})")
+
+
+_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 
 
 class Target(NamedTuple):
@@ -42,3 +47,32 @@ def resolve(host: str) -> list[str]:
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     addresses = (str(address[0]).partition("%")[0] for *_, address in found)
     return [str(ipaddress.ip_address(each)) for each in dict.fromkeys(addresses)]
+
+
+class Role(enum.IntEnum):
+    """What a server does of a request."""
+
+    AGGREGATED = 0  # all of it
+    PREFILL = 1
+    DECODE = 2
+
+
+class Serving(NamedTuple):
+    """Where a server answers requests."""
+
+    url: str  # http://host:port or https://host:port
+    role: Role
+    rank: int  # the data-parallel replica that the pages are of
+    bootstrap_port: int = 0  # where decode finds a prefill server; 0 for other roles
+
+
+def is_serving(serving: Serving) -> bool:
+    """Whether others would accept it."""
+    match = _URL.fullmatch(serving.url)
+    return (
+        match is not None
+        and len(serving.url) <= 255
+        and 0 < int(match[2]) < 1 << 16
+        and 0 <= serving.rank < 1 << 32
+        and 0 <= serving.bootstrap_port < 1 << 16
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Erasure
+    from sglang_tiered.storage.region.engine import RegionEngine
 
-__all__ = ["MAX_FORGETS", "MAX_PURGES", "ErasureBook", "Known", "NoteStore"]
+__all__ = ["MAX_FORGETS", "MAX_PURGES", "ErasureBook", "Known"]
 
 MAX_PURGES = 8_192
 """Bounds the erasures of tenants that are known of one namespace. The oldest go first."""
@@ -55,15 +56,6 @@ VERSION = 3
 _RECORD_BYTES = 64  # counted in a message for a record without its keys
 _NOTE_WAIT_S = 4.0
 _LOOK_S = 1.0  # between two looks for what is too old
-
-
-class NoteStore(Protocol):
-    """Keeps notes over a restart, as ``RegionEngine`` does."""
-
-    @property
-    def erased_notes(self) -> Sequence[Note]: ...
-
-    def note_erased(self, ids: Iterable[bytes], notes: Iterable[Note]) -> Future[bool]: ...
 
 
 class Known(NamedTuple):
@@ -155,7 +147,7 @@ class ErasureBook:
         namespace: bytes,
         *,
         retention_s: float = RETENTION_S,
-        notes: NoteStore | None = None,
+        notes: RegionEngine | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -352,7 +344,7 @@ class ErasureBook:
 
     # ---- Over a restart ----
 
-    def _recall(self, notes: NoteStore) -> None:
+    def _recall(self, notes: RegionEngine) -> None:
         """Read what is noted. Of another version it is ignored: it is told and applied again."""
         now, offset_s = self._clock(), self._clock() - self._wall_clock()
         for note in notes.erased_notes:

@@ -21,10 +21,9 @@ from redis import exceptions
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.errors import TransferError
-from sglang_tiered.sharing.addresses import resolve
+from sglang_tiered.sharing.addresses import Role, Serving, is_serving, resolve
 from sglang_tiered.sharing.index_url import IndexUrl, parse_index_url
 from sglang_tiered.sharing.pages.link import check_address
-from sglang_tiered.sharing.serving import Role, Serving, is_serving
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.wire.sockets import endpoint_of
 

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.sharing.addresses import Target
-    from sglang_tiered.sharing.erasures import NoteStore
     from sglang_tiered.sharing.holdings import ChangesPart, Held
     from sglang_tiered.sharing.membership import Membership
     from sglang_tiered.sharing.pages.messages import ErasureNotice
     from sglang_tiered.sharing.pages.server import PageServer
     from sglang_tiered.sharing.settings import PageSettings, PeerSettings
+    from sglang_tiered.storage.region.engine import RegionEngine
     from sglang_tiered.wire.keys import Keys
 
     EraseWanted = Callable[[Erasure], Future[bool]]
@@ -139,7 +139,7 @@ class PeerSync:
         namespace: bytes,
         held: Held,
         erase: EraseWanted,
-        notes: NoteStore | None,
+        notes: RegionEngine | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings

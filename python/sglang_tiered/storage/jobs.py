@@ -1,4 +1,5 @@
-"""Jobs of a tier: the book of those under way, and loads whose pages several holders have."""
+"""Jobs of a tier: the book of those under way, loads whose pages several holders have, and the
+threads that work at them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Erasure
 
-__all__ = ["JobBook", "LoadPart", "SplitLoad", "selects"]
+__all__ = ["JobBook", "LoadPart", "SplitLoad", "Workers", "call_each", "selects"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,10 @@ _Holder = TypeVar("_Holder")
 _INTERNAL_ERROR = "internal error while loading; pages not yet read are misses"
 _MAY_BE_ELSEWHERE = (Reason.MISS, Reason.CORRUPT, Reason.IO_ERROR)
 _MIN_AGAIN_S = 0.002  # nobody else is asked for less
+
+
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 
 def selects(what: Erasure | None) -> Callable[[Iterable[bytes], bytes], bool]:
@@ -184,3 +190,46 @@ def _select(run: Run, positions: Sequence[int]) -> Run:
         return run
     keys = tuple(run.keys[i] for i in positions)
     return Run(keys, tuple(run.pages[i] for i in positions), run.tenant, run.meter)
+
+
+class Workers:
+    """Threads that end when their engine is closed, or with the process. Of one thread."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def start(self, name: str, run: Callable[[], None], count: int | None = None) -> None:
+        """Start a thread, or ``count`` of them with numbers in their names."""
+        names = [name] if count is None else [f"{name}-{number}" for number in range(count)]
+        for each in names:
+            thread = threading.Thread(target=run, name=each, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for their end; false where one is still at work after that time."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def call_each(
+    call: Callable[[_Item], _Found], items: Sequence[_Item], num_threads: int
+) -> list[Future[_Found]]:
+    """Call for each item, on threads that the end of the process does not wait for, as it does for
+    those of a ``ThreadPoolExecutor``. What is cancelled in time is not called."""
+    futures: list[Future[_Found]] = [Future() for _ in items]
+    rest = iter(list(zip(items, futures, strict=True)))
+
+    def work() -> None:
+        for item, future in rest:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call(item))
+                except BaseException as error:
+                    future.set_exception(error)
+
+    for _ in range(min(num_threads, len(items))):
+        threading.Thread(target=work, daemon=True).start()
+    return futures

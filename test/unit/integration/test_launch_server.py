@@ -32,7 +32,7 @@ from sglang_tiered.integration.hooks import TIERS_INFO
 from sglang_tiered.integration.launch import start
 from sglang_tiered.integration.storage.shards import has_geometry, shard_name
 from sglang_tiered.integration.storage.tiers import open_shard
-from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import directory, format

@@ -26,7 +26,7 @@ from sglang_tiered.integration import scheduler_messages
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.attention import pod
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
+from sglang_tiered.integration.disaggregation.handoffs import WeightUpdate
 from sglang_tiered.integration.hooks import Hooks
 from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 from sglang_tiered.policy.server_costs import NOT_IDLE

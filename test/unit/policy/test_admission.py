@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.clock import Clock
-from sglang_tiered.daily_budget import DAY_S, DailyBudget
+from sglang_tiered.budgets import DAY_S, DailyBudget
 from sglang_tiered.policy import admission
 from sglang_tiered.policy.admission import (
     LONG_PREFIX_TOKENS,

@@ -7,7 +7,7 @@ import math
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.forget_allowance import WINDOW_S, ForgetAllowance
+from sglang_tiered.budgets import WINDOW_S, ForgetAllowance
 
 
 def test_made_up_pages_are_refused_beyond_the_hour() -> None:

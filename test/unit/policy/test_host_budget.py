@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.host_budget import HostBudget
+from sglang_tiered.policy.shares import HostBudget
 
 TOKENS = st.integers(1, 1 << 40)
 

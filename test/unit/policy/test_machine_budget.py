@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_tiered.policy.machine_budget import StoreShare, grant, recall
+from sglang_tiered.policy.shares import StoreShare, grant, recall
 
 TOTAL = 100
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.prefill_work import WINDOW_S, PrefillWork
+from sglang_tiered.policy.queue_wait import WINDOW_S, PrefillWork
 
 steps = st.lists(
     st.tuples(st.floats(0, 4), st.floats(0, 25), st.integers(1, 3)), min_size=1, max_size=12

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kit import cost_records
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
-from sglang_tiered.policy.router_view import RouterView
-from sglang_tiered.policy.routing import Held, choose_decode, choose_server, estimate
+from sglang_tiered.policy.routing import Held, RouterView, choose_decode, choose_server, estimate
 from sglang_tiered.policy.server_costs import (
     TIERS,
     DecodeLoad,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_tiered.policy.shedding import retry_after_s
+from sglang_tiered.policy.routing import retry_after_s
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang_tiered.route.classes import Classes
-from sglang_tiered.route.ext_proc import Decider, ExtProc
+from sglang_tiered.route.ext_proc import FULL_DUPLEX, Decider, ExtProc, Request
 from sglang_tiered.route.fleet import Fleet, Member
 from sglang_tiered.route.numbers import Numbers
 from sglang_tiered.route.picker import Picker
 from sglang_tiered.route.source import Source
 from sglang_tiered.route.tokens import TokenReader
-from sglang_tiered.route.wire import FULL_DUPLEX, Request
 
 
 def test_body_that_ends_with_trailers_is_picked_for(tmp_path: Path) -> None:

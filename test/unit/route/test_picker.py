@@ -13,9 +13,8 @@ import pytest
 from kit.clock import Clock
 from kit.cost_records import record_of
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
-from sglang_tiered.policy.routing import Held
+from sglang_tiered.policy.routing import Held, RequestClass
 from sglang_tiered.policy.server_costs import DecodeLoad, Room, Waiting
-from sglang_tiered.policy.shedding import RequestClass
 from sglang_tiered.route.fleet import Fleet, Member, Replica
 from sglang_tiered.route.numbers import Numbers
 from sglang_tiered.route.pages import DEVICE, DISK

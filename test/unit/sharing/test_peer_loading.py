@@ -21,7 +21,7 @@ from kit.waiting import eventually
 from sglang_tiered.sharing.mirror import Peer
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.client import PageClient
-from sglang_tiered.sharing.peer_loading import PeerLoader
+from sglang_tiered.sharing.peer_tier import PeerLoader
 from sglang_tiered.storage.base import Job, Reason, Run
 
 pytestmark = pytest.mark.timeout(60)

@@ -20,10 +20,10 @@ from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.codecs import CodecError, PageLayout
 from sglang_tiered.storage.base import Erasure, Reason, Run, Tier
 from sglang_tiered.storage.encoding import PageEncoding
-from sglang_tiered.storage.region import RegionEngine, encoders
+from sglang_tiered.storage.region import RegionEngine, writer
 from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
-from sglang_tiered.storage.region.encoders import Encoders
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
+from sglang_tiered.storage.region.writer import Encoders
 from sglang_tiered.storage.stack import TierStack
 
 if TYPE_CHECKING:
@@ -373,7 +373,7 @@ def test_what_cannot_be_encoded_is_stored_plain(
     engine = opens(soft_encoding())
     runs = [make_soft_run(22, [16_384] * 2), make_soft_run(23, [16_384] * 2)]
     with monkeypatch.context() as patched:
-        patched.setattr(encoders, "aligned_buffer", fail)
+        patched.setattr(writer, "aligned_buffer", fail)
         for job in [engine.submit_store(run) for run in runs]:
             assert finished(job) == [Reason.OK] * 2
     assert engine.stats().stored_bytes == sum(run.num_bytes for run in runs)

@@ -22,6 +22,7 @@ from sglang_tiered.integration.admin.calls import (
     polled,
     store_of,
 )
+from sglang_tiered.integration.admin.conversation_calls import Forgets, pin, prefetch, unpin
 from sglang_tiered.integration.admin.conversations import (
     Checkpoints,
     erasure_of,
@@ -30,12 +31,9 @@ from sglang_tiered.integration.admin.conversations import (
 )
 from sglang_tiered.integration.admin.cost_board import CostBoard
 from sglang_tiered.integration.admin.costs import CostPublisher
-from sglang_tiered.integration.admin.forgets import Forgets
-from sglang_tiered.integration.admin.hints import prefetch
 from sglang_tiered.integration.admin.listing import conversations
-from sglang_tiered.integration.admin.pins import pin, unpin
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
-from sglang_tiered.integration.cache.ahead.hints import EMPTIED, WEIGHTS
+from sglang_tiered.integration.cache.hints import EMPTIED, WEIGHTS
 from sglang_tiered.integration.cache.quiescing import wait_for_loads
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity.tenants import key_of_request, short_key

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_tiered.api import CallError
 from sglang_tiered.integration.admin.calls import UNKNOWN, has_ended, polled, store_of
 from sglang_tiered.integration.admin.pin_notes import pinned_prefixes
-from sglang_tiered.integration.cache.small_host.buffer import is_storing
+from sglang_tiered.integration.cache.small_host import is_storing
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import key_of_request
 from sglang_tiered.integration.storage.host_pages import page_bytes
@@ -51,8 +51,8 @@ __all__ = [
     "selector_of",
     "selectors_of",
     "tenant_of_body",
-    "tokens_in_memory",
     "tier_of",
+    "tokens_in_memory",
 ]
 
 STAGED = (

@@ -1,37 +1,77 @@
-"""The endpoints of the tiers in SGLang's HTTP server: routes, JSON and statuses alone. Their API
-keys are those of ``/flush_cache``; ``GET /tier/costs`` also takes one that opens nothing else
-(``keys``).
+"""What SGLang's HTTP server answers of the tiers: endpoints and a page for people (``TierPage``).
+Routes, JSON and statuses: a refusal is ``{"error": SENTENCE}`` with the status of its
+``api.CallError``. API keys are those of ``/flush_cache``; ``GET /tier/costs`` also takes one that
+opens nothing else (``keys``).
 
-A refusal is ``{"error": SENTENCE}`` with the status of its ``api.CallError``.
+``GET /tier/requests`` is answered here, from the end of the files of ``--tier-log-requests``. They
+are read when it is asked: no scheduler takes part, and nothing is kept while nobody asks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import time
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import Request, Response  # noqa: TC002 - FastAPI reads them out of annotations
 from fastapi.responses import JSONResponse
 
-from sglang_tiered.api import CALLS, Call, CallError, CostsCall, RequestsCall, decode
+from sglang_tiered.api import (
+    CALLS,
+    Call,
+    CallError,
+    CostsCall,
+    LastMinute,
+    LoggedRequest,
+    NewestRequests,
+    RequestsCall,
+    decode,
+)
 from sglang_tiered.integration.admin.costs import abort_rooms, event_source, server_costs
-from sglang_tiered.integration.admin.newest import newest_requests
 from sglang_tiered.integration.admin.role_switch import ModelDoor, is_draining
 from sglang_tiered.integration.admin.service import Report, TierService
 from sglang_tiered.policy.server_costs import ABANDONED
+from sglang_tiered.request_log import VERSION, RequestRecord, Sources, older
+from sglang_tiered.tools.causes import cause
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
+    from pathlib import Path
 
     from fastapi import FastAPI
 
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.admin.cost_board import CostBoard
+    from sglang_tiered.request_log import RequestLogConfig
 
     Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+    Application = Callable[[Any, Any, Any], Awaitable[None]]
 
-__all__ = ["add_routes"]
+__all__ = ["TAIL_BYTES", "TierPage", "add_page", "add_routes", "newest_requests"]
+
+
+MINUTE_S = 60.0
+
+TAIL_BYTES = 1 << 20
+"""What is read of all replicas' lines: about 1,700 of them, in some forty milliseconds."""
+
+NOT_LOGGED = (
+    "this server writes no line of its requests; start it with --tier-log-requests FILE to see them"
+)
+
+PATH = "/tier/"
+
+_REFUSAL = (
+    b'{"error":"a page of another site had a browser send this; start the server with --api-key"}'
+)
 
 
 def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
@@ -134,3 +174,151 @@ def _query(request: Request) -> dict[str, Any]:
     if "input_ids" in body:
         body["input_ids"] = [word.strip() for word in body["input_ids"].split(",")]
     return body
+
+
+def newest_requests(
+    config: RequestLogConfig | None, limit: int, *, now: float | None = None
+) -> NewestRequests:
+    """Return the last ``limit`` requests, the newest first, and the minute before ``now`` (Unix
+    time). Reads at most ``TAIL_BYTES``. Raises ``CallError`` (404) where no lines are written."""
+    if config is None:
+        raise CallError(NOT_LOGGED, 404)
+    since = (time.time() if now is None else now) - MINUTE_S
+    records: list[RequestRecord] = []
+    is_whole = True
+    for replica in range(config.num_replicas):
+        found, has_more = _tail(config.file_of(replica), TAIL_BYTES // config.num_replicas)
+        records += found
+        is_whole &= not has_more or any(_ended_at(record) < since for record in found)
+    records.sort(key=_ended_at, reverse=True)
+    minute = [record for record in records if _ended_at(record) >= since]
+    sums = {
+        name: sum(getattr(record.tokens, name) for record in minute)
+        for name in Sources.__struct_fields__
+    }
+    return NewestRequests(
+        tuple(
+            LoggedRequest(**msgspec.structs.asdict(record), why=cause(record))
+            for record in records[:limit]
+        ),
+        LastMinute(**sums, num_requests=len(minute), is_whole=is_whole),
+    )
+
+
+def _ended_at(record: RequestRecord) -> float:
+    return record.arrived_unix_s + record.total_s
+
+
+def _tail(path: Path, num_bytes: int) -> tuple[list[RequestRecord], bool]:
+    """Return the records at the end of a replica's files, and whether there are earlier ones."""
+    data, has_more, newest = b"", False, None
+    for file in (path, older(path)):
+        with contextlib.suppress(OSError), file.open("rb") as opened:
+            found = os.fstat(opened.fileno())
+            if newest == (found.st_dev, found.st_ino):  # renamed since it was read
+                break
+            newest = found.st_dev, found.st_ino
+            start = max(0, found.st_size - (num_bytes - len(data)))
+            opened.seek(start)
+            part = opened.read(num_bytes - len(data))
+            if start:
+                has_more = True
+                part = part.partition(b"\n")[2]  # no half line
+            data = part + data
+        if has_more:
+            break
+    records = []
+    for line in data.splitlines():
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            record = msgspec.json.decode(line, type=RequestRecord)
+            if record.v == VERSION:
+                records.append(record)
+    return records, has_more
+
+
+def add_page(app: Any, *, has_key: bool) -> None:
+    """Put the page in front of ``app``, SGLang's FastAPI application, and of the keys that SGLang
+    asks every path for, if it ``has_key``. Call it once, before the server listens."""
+    build = app.build_middleware_stack
+    app.build_middleware_stack = lambda: TierPage(build(), has_key=has_key)
+
+
+class TierPage:
+    """``GET /tier/``, a page for people, in front of SGLang's application. Answers ``GET`` and
+    ``HEAD`` of ``PATH``, and passes everything else on to ``app``. Without keys it refuses calls
+    below ``PATH`` that come from another site.
+
+    The page is the same file for everybody and holds nothing of a server, so it needs no key. All
+    that it shows comes from the calls, whose key the reader types in; the page keeps it in its tab
+    and sends it as every client does. A browser never sends it by itself, so no other site can act
+    with it.
+    """
+
+    def __init__(self, app: Application, *, has_key: bool) -> None:
+        self._app, self._has_key = app, has_key
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        method = scope.get("method")
+        if path == PATH and method in ("GET", "HEAD"):
+            await _answer(send, 200, *_page(), is_shown=method == "GET")
+        elif path.startswith(PATH) and not self._has_key and _is_of_another_site(scope):
+            await _answer(send, 403, _REFUSAL, [(b"content-type", b"application/json")])
+        else:
+            await self._app(scope, receive, send)
+
+
+async def _answer(
+    send: Any,
+    status: int,
+    body: bytes,
+    headers: list[tuple[bytes, bytes]],
+    *,
+    is_shown: bool = True,
+) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body if is_shown else b""})
+
+
+def _is_of_another_site(scope: Any) -> bool:
+    """Whether another site's page has a browser send this. Such a page may send a ``POST`` of text
+    to any server that the browser reaches. SGLang lets it add headers and read every answer."""
+    headers = dict(scope["headers"])
+    if site := headers.get(b"sec-fetch-site"):  # which browsers tell this machine and over TLS
+        return site in (b"cross-site", b"same-site")
+    origin = headers.get(b"origin")
+    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
+
+
+@functools.cache
+def _page() -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """Return the page and its headers. Read when somebody first looks."""
+    text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {_digest('script', text)}",
+            f"style-src {_digest('style', text)}",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+    body = text.encode()
+    headers = {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": policy,
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+    return body, [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+def _digest(element: str, text: str) -> str:
+    """Return the only content of an element that a browser may run, by its digest."""
+    (content,) = re.findall(f"<{element}>(.*?)</{element}>", text, re.DOTALL)
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

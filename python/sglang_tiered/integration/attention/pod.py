@@ -9,7 +9,7 @@ launch and one launch per role are in ``sglang_tiered_kernels.pod_attention``.
 
 ``PodAttention`` is a mixin before a backend that does everything else. On CUDA that is SGLang's
 default, if it is FlashAttention 3 (``pod_flash``) or FlashInfer (``pod_flashinfer``), or its Triton
-backend (``pod_triton``). On a CPU that is this package's ``reference`` (``pod_reference``). It
+backend (``pod_triton``). On a CPU that is this package's ``reference``. It
 takes a forward only if there are decode rows in an extend, and a layer only if the kernels compute
 it. The parent computes the rest, so every model that the parent serves runs.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_tiered_kernels.pod_attention import (
@@ -32,19 +32,20 @@ from sglang_tiered_kernels.pod_attention import (
     make_plan,
     pod_attention,
     supports,
+    warm_up,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-__all__ = ["NAME", "PodAttention", "PodStatistics"]
+__all__ = ["NAME", "PodAttention", "PodStatistics", "compile_kernels"]
+
+logger = logging.getLogger(__name__)
 
 NAME = "pod"
 _MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -306,3 +307,54 @@ class PodAttention:
     def _num_sms(self) -> int:
         """Return the number of multiprocessors of the device."""
         raise NotImplementedError
+
+
+def layers_of(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, torch.Tensor | None]]:
+    """Yield every attention layer with its sinks. SGLang passes sinks with each call only; in its
+    models they are an attribute beside the layer. A wrong guess only costs a compilation later."""
+    for module in model.modules():
+        for child in module.children():
+            if isinstance(child, RadixAttention):
+                sinks = getattr(module, "sinks", None)
+                yield child, sinks if isinstance(sinks, torch.Tensor) else None
+
+
+def compile_kernels(backend: PodAttention, model: torch.nn.Module, dtype: torch.dtype) -> int:
+    """Compile once per kind of layer that the backend takes, before it serves, so that no request
+    waits for a compiler. Returns the number of kinds.
+
+    dtype: of queries. Takes seconds per kind the first time on a machine; Triton keeps the results
+    on disk. A failure is logged, not raised: the kernels are then compiled when they are needed.
+    """
+    kinds: set[Any] = set()
+    failures: list[Exception] = []
+    for layer, sinks in layers_of(model):
+        try:
+            if backend.refuses(layer):
+                continue
+            shape, window = backend.shape_of(layer, dtype), backend.window_of(layer)
+            kind = (shape, window >= 0, layer.logit_cap > 0, None if sinks is None else sinks.dtype)
+            if kind in kinds or supports(shape, backend.device) is not None:
+                continue
+            kinds.add(kind)
+            pool = backend.token_to_kv_pool
+            warm_up(
+                pool.get_key_buffer(layer.layer_id),
+                pool.get_value_buffer(layer.layer_id),
+                shape,
+                index_dtype=torch.int32,
+                window=window,
+                logit_cap=layer.logit_cap,
+                sinks=sinks,
+            )
+        except Exception as error:
+            # A server must start whatever a model's layers look like.
+            failures.append(error)
+    if failures:
+        logger.error(
+            "internal error while compiling the POD kernels of %d layers, which are compiled at "
+            "their first use",
+            len(failures),
+            exc_info=failures[0],
+        )
+    return len(kinds)

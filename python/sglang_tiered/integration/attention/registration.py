@@ -10,7 +10,7 @@ import torch
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.attention import reference
-from sglang_tiered.integration.attention.pod import NAME, PodAttention
+from sglang_tiered.integration.attention.pod import NAME, PodAttention, compile_kernels
 from sglang_tiered.integration.attention.pod_flags import (
     FLASH,
     FLASHINFER,
@@ -56,13 +56,9 @@ def _create(runner: ModelRunner) -> Any:
     if not get_schedule().enable_mixed_chunk:
         logger.warning(HINT)
     if on_cpu:
-        from sglang_tiered.integration.attention.pod_reference import ReferencePodAttnBackend
-
         if runner.use_mla_backend:
             reference.always_absorb(NAME)
-        return ReferencePodAttnBackend(runner)
-    from sglang_tiered.integration.attention.pod_warm_up import compile_kernels
-
+        return reference.ReferencePodAttnBackend(runner)
     make = {FLASH: _over_flash, FLASHINFER: _over_flashinfer, TRITON: _over_triton}[parent]
     backend = make(runner)
     if backend.serves:

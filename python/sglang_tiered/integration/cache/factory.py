@@ -15,10 +15,10 @@ from sglang.srt.mem_cache.registry import (
 )
 from sglang.srt.runtime_context import get_memory
 
+from sglang_tiered.config import CACHE_BACKEND
+from sglang_tiered.integration.cache import small_host
 from sglang_tiered.integration.cache.host_size import SMALL_RATIO, is_small
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.cache.small_host import buffer, core
-from sglang_tiered.integration.names import CACHE_BACKEND
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,9 +57,9 @@ def build(ctx: TreeCacheBuildContext, config: TieredConfig | None) -> BasePrefix
     if is_ours and memory.hicache_write_policy == "write_through" and is_small(params, config):
         least = f"{SMALL_RATIO * 100:.0f}% of device memory"
         if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
-            reason = buffer.reason_against()
+            reason = small_host.reason_against_buffer()
             if reason is None:
-                buffer.use(params)
+                small_host.use_buffer(params)
                 logger.info(
                     "The host tier is smaller than %s: it holds what is on its way to NVMe and "
                     "back, and nothing comes back from host memory itself.",
@@ -73,8 +73,8 @@ def build(ctx: TreeCacheBuildContext, config: TieredConfig | None) -> BasePrefix
                     reason,
                 )
         else:
-            core.register()
-            params.tree_core_backend = core.BACKEND_NAME
+            small_host.register_core()
+            params.tree_core_backend = small_host.BACKEND_NAME
             logger.info(
                 "The host tier is smaller than %s: copies of what the device holds give way once "
                 "NVMe has them, and what the device gives up comes back from NVMe.",

@@ -16,10 +16,9 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.session.streaming_session import is_virtual_node
 
+from sglang_tiered.integration.cache import small_host
 from sglang_tiered.integration.cache.host_locks import HostLocks
-from sglang_tiered.integration.cache.small_host import buffer
-from sglang_tiered.integration.identity.hidden_pages import HiddenPages
-from sglang_tiered.integration.identity.tenants import HiddenTenants
+from sglang_tiered.integration.identity.tenants import HiddenPages, HiddenTenants
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,7 +160,7 @@ class HidingCache(UnifiedRadixCache):  # type: ignore[misc]
     def drop_loads(self, erased: Sequence[str] | None = None, *, all_of_them: bool = False) -> None:
         """Have requests compute what waits in host memory that is a buffer, and was erased."""
         release = super().release_aborted_request
-        buffer.drop_loads(self, release, all_of_them=all_of_them, erased=erased)
+        small_host.drop_loads(self, release, all_of_them=all_of_them, erased=erased)
 
     def get_last_hash_value(self, node_id: int) -> str | None:
         """Return None for the node that stands for a streaming session's own pages. Where host

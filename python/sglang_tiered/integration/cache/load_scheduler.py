@@ -36,7 +36,7 @@ from sglang_tiered.integration.cache.loads import (
     allocate_now,
     restorable_ends,
 )
-from sglang_tiered.integration.cache.small_host.buffer import note_absent
+from sglang_tiered.integration.cache.small_host import note_absent
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.loads import PrefetchArguments, RequestLoad
     from sglang_tiered.integration.cache.returns import Returns
-    from sglang_tiered.integration.observe.requests.stories import Stories
+    from sglang_tiered.integration.observe.stories import Stories
     from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.prefetch import PutOff
-    from sglang_tiered.request_record import Why
+    from sglang_tiered.request_log import Why
     from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = ["LoadScheduler"]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_tiered.integration.cache.small_host.buffer import loads_on_the_way
+from sglang_tiered.integration.cache.small_host import loads_on_the_way
 from sglang_tiered.integration.ranks import least_on_every_rank
 
 if TYPE_CHECKING:

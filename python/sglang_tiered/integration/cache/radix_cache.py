@@ -26,29 +26,29 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
 from sglang.srt.runtime_context import get_context, get_disagg, get_parallel
 from sglang.srt.session.streaming_session import is_virtual_node
 
-from sglang_tiered.integration.cache.ahead.hints import WEIGHTS
+from sglang_tiered.integration.cache import small_host
 from sglang_tiered.integration.cache.hiding_cache import HidingCache
+from sglang_tiered.integration.cache.hints import WEIGHTS
 from sglang_tiered.integration.cache.host_size import (
     check_asked_size,
     least_of_ranks,
     target_host_bytes,
 )
 from sglang_tiered.integration.cache.loads import PrefetchArguments
+from sglang_tiered.integration.cache.prefill_times import make_planner
 from sglang_tiered.integration.cache.quiescing import (
     LoadsUnderWay,
     is_under_way,
     wait_until_quiet,
 )
-from sglang_tiered.integration.cache.small_host import buffer, core
 from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
 from sglang_tiered.integration.cache.tiering import Tiering, TierObserver, stats_of
-from sglang_tiered.integration.cache.timing.prefill_prior import make_planner
 from sglang_tiered.integration.cache.unmarked_core import use_unmarked_core
 from sglang_tiered.integration.identity import namespace
-from sglang_tiered.integration.identity.conversation_ids import conversation_of
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector, RecentRequests
+from sglang_tiered.integration.identity.request_names import conversation_of
 from sglang_tiered.integration.identity.tenants import SECRET_BITS
-from sglang_tiered.integration.observe.requests.stories import open_notes
+from sglang_tiered.integration.observe.stories import open_notes
 from sglang_tiered.integration.ranks import (
     RankAgreement,
     groups_of,
@@ -56,7 +56,7 @@ from sglang_tiered.integration.ranks import (
 )
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.integration.storage.controller import NextLoad, NextStore, use_tiered_controller
-from sglang_tiered.policy.host_budget import HostBudget
+from sglang_tiered.policy.shares import HostBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,7 +113,7 @@ class TieredRadixCache(HidingCache):
         check_asked_size(
             self.token_to_kv_pool_allocator.get_kvcache(), params.sidecar_draft_device_pools
         )
-        with use_tiered_controller(), buffer.checked_size():
+        with use_tiered_controller(), small_host.checked_size():
             super().init_hicache(server_args, params)
         self.session = PublishingSession(self)
         if get_disagg().disaggregation_mode == "decode" or get_disagg().enable_pd_role_switch:
@@ -167,7 +167,7 @@ class TieredRadixCache(HidingCache):
     @property
     def has_small_host(self) -> bool:
         """Whether copies of what the device holds give way in the host tier."""
-        return isinstance(self.tree_core, core.SmallHostTreeCore)
+        return isinstance(self.tree_core, small_host.SmallHostTreeCore)
 
     def erase(self, what: Erasure) -> list[Future[bool]]:
         """Hide pages in memory, so that none is stored behind the tiers' back, and erase them in
@@ -336,7 +336,7 @@ class TieredRadixCache(HidingCache):
     def _finish_write_through_ack(self, ack_id: int) -> None:
         pending = self.ongoing_write_through.get(ack_id)
         if self.buffer_pipeline is not None:
-            buffer.describe_store(self, ack_id)
+            small_host.describe_store(self, ack_id)
         super()._finish_write_through_ack(ack_id)
         if self.tiering is not None and pending is not None:
             for node_id in pending.publish_node_ids:
@@ -357,12 +357,12 @@ class TieredRadixCache(HidingCache):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        before = {} if n_backup == 0 else buffer.stores_under_way(self)
+        before = {} if n_backup == 0 else small_host.stores_under_way(self)
         with self._loads_under_way.noting_ends(self, n_storage_hit, n_ack_prefetch):
             super()._drain_storage_control_queues_impl(
                 n_storage_hit, n_ack_prefetch, n_backup, *args, **kwargs
             )
-        after = buffer.stores_under_way(self) if before else {}
+        after = small_host.stores_under_way(self) if before else {}
         ended = [node_id for each, node_id in before.items() if each not in after]
         if ended and self.tiering is not None:
             self.tiering.stores_ended()

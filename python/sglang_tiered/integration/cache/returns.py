@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.loads import Planned, PrefetchArguments
-    from sglang_tiered.integration.observe.requests.stories import Stories
+    from sglang_tiered.integration.observe.stories import Stories
 
 __all__ = ["Returns"]
 

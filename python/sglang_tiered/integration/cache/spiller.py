@@ -24,7 +24,7 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from sglang_tiered.integration.cache.host_locks import HostLocks
-from sglang_tiered.integration.cache.small_host.buffer import lacks_pages, store_again
+from sglang_tiered.integration.cache.small_host import lacks_pages, store_again
 from sglang_tiered.policy.admission import TouchMemory
 from sglang_tiered.policy.spill import Flight, NodeStore, SpillQueue
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.policy.host_budget import HostBudget
+    from sglang_tiered.policy.shares import HostBudget
 
 __all__ = ["Spiller"]
 

@@ -13,23 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
-from sglang_tiered.integration.cache.ahead.chain_loader import ChainLoader
-from sglang_tiered.integration.cache.ahead.hints import DETACHED, Hints
+from sglang_tiered.integration.cache.hints import DETACHED, ChainLoader, Hints
 from sglang_tiered.integration.cache.host_copies import HostCopies
+from sglang_tiered.integration.cache.host_locks import Residents
 from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
 from sglang_tiered.integration.cache.loads import Planned, PrefetchArguments
-from sglang_tiered.integration.cache.residents import Residents
 from sglang_tiered.integration.cache.returns import Returns
-from sglang_tiered.integration.cache.small_host.core import COPY_SHARE
+from sglang_tiered.integration.cache.small_host import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller
-from sglang_tiered.integration.observe.exporter import MetricsExporter
-from sglang_tiered.integration.observe.holdings import holdings
+from sglang_tiered.integration.observe.exporter import MetricsExporter, rank_labels
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
-from sglang_tiered.integration.observe.rank_labels import rank_labels
-from sglang_tiered.integration.observe.stats import MemoryStats, SpillStats, process_stats
+from sglang_tiered.integration.observe.stats import MemoryStats, SpillStats, holdings, process_stats
 from sglang_tiered.integration.ranks import first_ranks
 from sglang_tiered.metrics import MEMORY_METRICS
-from sglang_tiered.policy.prefill_work import PrefillWork
+from sglang_tiered.policy.queue_wait import PrefillWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,11 +35,11 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.observe.requests.stories import Stories
     from sglang_tiered.integration.observe.stats import ProcessStats
+    from sglang_tiered.integration.observe.stories import Stories
     from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.policy.host_budget import HostBudget
+    from sglang_tiered.policy.shares import HostBudget
 
 __all__ = ["TierObserver", "Tiering", "stats_of"]
 

@@ -54,8 +54,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from sglang_tiered.integration.disaggregation.handed_model import HandedModel, WeightUpdate
-    from sglang_tiered.integration.disaggregation.handoffs import Handoffs
+    from sglang_tiered.integration.disaggregation.handoffs import (
+        HandedModel,
+        Handoffs,
+        WeightUpdate,
+    )
     from sglang_tiered.transfer.decode.sessions import Address
 
 __all__ = [

@@ -22,8 +22,8 @@ from typing import Any
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.runtime_context import get_disagg
 
+from sglang_tiered.config import TRANSFER_BACKEND
 from sglang_tiered.integration.identity.media_hashes import HASHES
-from sglang_tiered.integration.names import TRANSFER_BACKEND
 from sglang_tiered.transfer.messages import (
     TOKENS_BYTES,
     Asked,

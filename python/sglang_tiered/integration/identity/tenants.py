@@ -1,4 +1,5 @@
-"""Tenants: the owners of pages, and what keeps hidden nodes in the tree out of reach.
+"""Tenants: the owners of pages, and what keeps nodes and pages that are hidden in the tree out of
+reach.
 
 A tenant is the ``extra_key`` and ``cache_salt`` of its requests, which SGLang seeds page hashes
 with. Its name on disk and in reports is a digest of both. The digest does not reveal them, but a
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING
 from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = [
-    "MAX_KEY_BYTES",
     "SECRET_BITS",
     "UNKNOWN_TENANT",
+    "HiddenPages",
     "HiddenTenants",
     "around_seed",
     "is_marked",
@@ -53,6 +54,10 @@ _ADAPTER = "\x1fadapter\x1f"  # behind the last one: a LoRA adapter's id, or not
 UNKNOWN_TENANT = b"\xff" * TENANT_BYTES
 """The tenant of pages that reached the storage thread without one. Every erasure of a tenant
 removes them, since they may belong to any."""
+
+
+MAX_HIDDEN_PAGES = 131_072
+"""Hidden pages beyond which memory is better emptied: about 150 bytes each."""
 
 
 def tenant_digest(extra_key: str | None, cache_salt: str | None) -> bytes:
@@ -193,3 +198,67 @@ class HiddenTenants:
     def original(self, extra_key: str | None) -> str | None:
         """Return a key without marks, which the tiers know its pages by."""
         return _original(extra_key, {self._token})
+
+
+class HiddenPages:
+    """The hashes of the pages that memory may still hold and nobody may find there. Lookups on any
+    thread, without a lock; the rest on the scheduler's.
+
+    SGLang's tree has no call that removes one path. So a page that was erased is hidden by its
+    hash, which names all tokens up to its end: matches end before it, and nothing stores it. A
+    request that computes it again makes it visible again. A request that ran when the page was
+    erased does not: what it brings is from before.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, int] = {}
+        self.version = 0
+        """Grows with what is hidden. A request that saw one has seen the pages hidden up to it."""
+
+    def __bool__(self) -> bool:
+        return bool(self._since)
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def __contains__(self, page_hash: object) -> bool:
+        return page_hash in self._since
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether memory should be hidden as a whole instead, until it can be emptied."""
+        return len(self._since) > MAX_HIDDEN_PAGES
+
+    def hide(self, hashes: Iterable[str]) -> None:
+        """Hide pages from now on. A page that is hidden already counts as hidden just now."""
+        # The version last: who sees it sees all pages of it.
+        self._since.update(dict.fromkeys(hashes, self.version + 1))
+        self.version += 1
+
+    def num_visible(self, hashes: Sequence[str]) -> int:
+        """Count the leading pages that are not hidden."""
+        since = self._since
+        if not since:
+            return len(hashes)
+        return next((at for at, each in enumerate(hashes) if each in since), len(hashes))
+
+    def computed(self, hashes: Iterable[str], seen: int, *, is_behind: bool) -> tuple[bool, bool]:
+        """Take note of pages of one chain, in order, that the tree holds by a request which had
+        seen version ``seen`` when it began. ``is_behind``: a page before them stays hidden, so
+        they are hidden with it. Returns whether any became visible, and ``is_behind`` for what
+        follows."""
+        has_shown = False
+        for each in hashes:
+            since = self._since.get(each)
+            is_behind = is_behind or (since is not None and since > seen)
+            if is_behind:
+                self._since.setdefault(each, self.version)
+            elif since is not None:
+                del self._since[each]
+                has_shown = True
+        return has_shown, is_behind
+
+    def clear(self) -> None:
+        """Hide nothing any more: memory holds none of these pages."""
+        self._since = {}
+        self.version += 1

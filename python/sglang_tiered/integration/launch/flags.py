@@ -11,8 +11,7 @@ import yaml
 from sglang_tiered.config import NvmeConfig, TieredConfig, TransferConfig
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import add_arguments, flags_of
-from sglang_tiered.object_config import ObjectConfig
-from sglang_tiered.peer_config import PeerConfig
+from sglang_tiered.remote_config import ObjectConfig, PeerConfig
 from sglang_tiered.request_log import RequestLogConfig
 
 if TYPE_CHECKING:

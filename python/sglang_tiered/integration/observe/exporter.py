@@ -1,7 +1,8 @@
-"""Copies statistics into prometheus-client, at most once a second.
+"""Reads the rows of a metric table out of a snapshot (``samples``), and copies them into
+prometheus-client, at most once a second.
 
-SGLang exports from several processes through prometheus-client's multiprocess mode, which knows
-no callbacks, so counters and histograms are advanced by the difference to the last snapshot. Every
+SGLang exports from several processes through prometheus-client's multiprocess mode, which knows no
+callbacks, so counters and histograms are advanced by the difference to the last snapshot. Every
 series has the labels of its rank and so a single owner: gauges of several ranks stand side by side,
 and nothing is added up here.
 """
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sglang_tiered.integration.observe.samples import samples
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_serving
+
 from sglang_tiered.metrics import (
     BOUNDS_S,
     MEMORY_METRICS,
@@ -21,13 +24,16 @@ from sglang_tiered.metrics import (
     Metric,
     MetricKind,
 )
+from sglang_tiered.storage.base import Health
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from sglang_tiered.integration.observe.samples import Stats
+    from sglang_tiered.integration.observe.stats import MemoryStats, ProcessStats, TransferStats
 
-__all__ = ["MetricsExporter"]
+    Stats: TypeAlias = ProcessStats | TransferStats | MemoryStats
+
+__all__ = ["MetricsExporter", "rank_labels", "samples", "state_of"]
 
 INTERVAL_S = 1.0
 
@@ -134,3 +140,70 @@ def _advance(series: Any, durations: DurationCounts, told: DurationCounts) -> No
         if num_new > 0:
             buckets[bucket].inc(num_new)
             total.inc(max(0.0, durations.sums_s[bucket] - told.sums_s[bucket]))
+
+
+def rank_labels() -> dict[str, str]:
+    """Return the labels that SGLang gives the metrics of this scheduler process, as
+    ``SchedulerMetricsCollector.init_new`` does: those of ``--extra-metric-labels`` too, and
+    ``dp_rank`` only where there are replicas."""
+    parallel, disagg = get_parallel(), get_disagg()
+    labels = {
+        "model_name": get_serving().served_model_name,
+        "engine_type": "dynamic"  # its role may change, and its series do not
+        if disagg.enable_pd_role_switch
+        else DisaggregationMode.to_engine_type(disagg.disaggregation_mode),
+        "tp_rank": parallel.tp_rank,
+        "pp_rank": parallel.pp_rank,
+    }
+    if parallel.dp_rank is not None:
+        labels["dp_rank"] = parallel.dp_rank
+    labels.update(get_observability().extra_metric_labels or {})
+    return {name: str(value) for name, value in labels.items()}
+
+
+def samples(
+    metric: Metric, stats: Stats
+) -> Iterator[tuple[tuple[str, ...], float | DurationCounts]]:
+    """Yield label values and value of each series of one metric; nothing without a value. A
+    histogram's are ``DurationCounts``, all others are numbers."""
+    for source in metric.sources:
+        value = _read(source.field, stats)
+        if isinstance(value, dict):
+            found = {_labels(key): float(number) for key, number in value.items()}
+            for labels, number in {**dict.fromkeys(source.known, 0.0), **found}.items():
+                yield (*source.labels, *labels), number
+        elif isinstance(value, Health):
+            yield source.labels, float(value is Health.RUNNING)
+        elif isinstance(value, DurationCounts):
+            yield source.labels, value
+        elif value is not None:
+            yield source.labels, float(value)
+
+
+def state_of(metrics: Sequence[Metric], stats: Stats) -> dict[str, float | int]:
+    """Return every sample as ``/server_info`` tells it: by the metric's name and the values of its
+    labels, joined with colons; of histograms count and sum."""
+    state: dict[str, float | int] = {}
+    for metric in metrics:
+        for labels, value in samples(metric, stats):
+            key = ":".join((metric.name, *labels))
+            if isinstance(value, DurationCounts):
+                state[f"{key}:count"], state[f"{key}:sum"] = value.count, value.sum_s
+            else:
+                state[key] = value
+    return state
+
+
+def _read(field: str, stats: Any) -> Any:
+    value = stats
+    for name in field.split("."):
+        if isinstance(value, dict):
+            value = value.get(name)
+        elif value is not None:
+            value = getattr(value, name)
+    return value
+
+
+def _labels(key: Any) -> tuple[str, ...]:
+    parts = key if isinstance(key, tuple) else (key,)
+    return tuple(str(getattr(part, "value", part)) for part in parts)

@@ -1,4 +1,5 @@
-"""``ProcessStats``: everything the metric table reads, as one snapshot of one scheduler process."""
+"""What the metric tables read, each as one snapshot of one scheduler process: ``ProcessStats``, and
+``TransferStats`` of its endpoint in a handoff; and what its tiers hold (``holdings``)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import functools
 import importlib.metadata
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from sglang_tiered import __version__
 from sglang_tiered.codecs import NO_CODEC
@@ -17,7 +18,6 @@ from sglang_tiered.storage.region.engine import RegionEngine
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sglang_tiered.integration.observe.holdings import Holding
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.integration.storage.machine_budget import BudgetStats
     from sglang_tiered.policy.admission import Outcome
@@ -29,18 +29,25 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.engine import BucketStats
     from sglang_tiered.storage.encoding import EncodingStats
     from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
+    from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
+    from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 
 __all__ = [
     "HintStats",
+    "Holding",
     "MemoryStats",
     "ObjectTierStats",
     "PeerTierStats",
     "PlannerStats",
+    "ProcessStats",
     "SpillStats",
     "TierReads",
+    "TransferStats",
     "WaitStats",
-    "ProcessStats",
+    "holdings",
+    "manager_of",
     "process_stats",
+    "transfer_stats",
 ]
 
 
@@ -238,3 +245,122 @@ def _bounded(holding: Mapping[str, Any]) -> dict[str, int]:
 @functools.cache
 def _build() -> dict[tuple[str, str], int]:
     return {(__version__, importlib.metadata.version("sglang")): 1}
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Counts what the endpoint of either role did since the start."""
+
+    num_peers: int
+    num_rooms: int
+    num_rooms_done: int
+    num_rooms_failed: int
+    num_sessions_lost: int
+    wire_bytes: int
+    same_host_bytes: int
+    num_damaged: int
+    num_refused: int
+
+
+def transfer_stats(endpoint: PrefillEndpoint | DecodeEndpoint) -> TransferStats:
+    """Take a snapshot. Memory only, any thread."""
+    stats: Any = endpoint.stats
+    sends = hasattr(stats, "sent_bytes")
+    return TransferStats(
+        endpoint.num_sessions,
+        endpoint.num_rooms,
+        stats.num_rooms_sent if sends else stats.num_rooms_received,
+        stats.num_rooms_failed,
+        stats.num_sessions_lost,
+        stats.sent_bytes if sends else stats.received_bytes,
+        stats.pulled_bytes,
+        stats.num_resent if sends else stats.num_damaged,
+        stats.num_refused if sends else stats.num_forged,
+    )
+
+
+def manager_of(scheduler: Any) -> Any:
+    """Return the KV manager of a scheduler process; None where it hands nothing over, or hands it
+    over through another backend."""
+    for queue in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
+        manager = getattr(getattr(scheduler, queue, None), "kv_manager", None)
+        if getattr(manager, "endpoint", None) is not None:
+            return manager
+    return None
+
+
+class Holding(TypedDict):
+    """One tier. What is free to be taken again, but found until then, is held."""
+
+    capacity_bytes: int
+    capacity_tokens: int
+    held_bytes: int
+    held_tokens: int
+
+
+def holdings(cache: Any) -> dict[str, Holding]:
+    """Return a ``Holding`` for each tier that this rank keeps: ``device``, ``host``, ``nvme`` and
+    ``object``, the last as far as its listing was read. ``cache`` is a ``TieredRadixCache``. Memory
+    only; the scheduler's thread.
+
+    Bytes are this rank's, as stored, and tokens those of its replica, of which every rank has a
+    part. A tier's capacity is in tokens as long as in host memory: with a codec it holds more.
+    Where pools lie beside a model's KV (sliding windows, states, drafts), tokens are estimates.
+    """
+    group = cache.cache_controller.mem_pool_host
+    host_tokens, host_bytes = int(group.logical_size), _pool_bytes(group)
+
+    def bytes_of(num_tokens: int) -> int:
+        return num_tokens * host_bytes // max(host_tokens, 1)
+
+    def tokens_of(nbytes: int) -> int:
+        return nbytes * host_tokens // max(host_bytes, 1)
+
+    def tokens_in(num_pages: int) -> int:
+        """Of pages that may be encoded."""
+        return num_pages // len(group.entries) * int(cache.page_size)
+
+    def in_tokens(capacity: int, held: int) -> Holding:
+        return Holding(
+            capacity_bytes=bytes_of(capacity),
+            capacity_tokens=capacity,
+            held_bytes=bytes_of(held),
+            held_tokens=held,
+        )
+
+    allocator = cache.token_to_kv_pool_allocator
+    device_tokens = int(allocator.size_full)
+    found = {
+        "device": in_tokens(device_tokens, device_tokens - _num_free(allocator)),
+        "host": in_tokens(host_tokens, host_tokens - int(group.available_size())),
+    }
+    storage = cache.storage
+    if storage is None or storage.borrows:
+        return found
+    nvme = storage.region_engine.stats()
+    found["nvme"] = Holding(
+        capacity_bytes=nvme.capacity_bytes,
+        capacity_tokens=tokens_of(nvme.capacity_bytes),
+        held_bytes=nvme.stored_bytes,
+        held_tokens=tokens_in(nvme.num_pages),
+    )
+    if storage.stack.bucket is not None:
+        bucket = storage.stack.bucket.stats()
+        found["object"] = Holding(
+            capacity_bytes=bucket.capacity_bytes,
+            capacity_tokens=tokens_of(bucket.capacity_bytes),
+            held_bytes=bucket.physical_bytes,
+            held_tokens=tokens_in(bucket.num_pages),
+        )
+    return found
+
+
+def _pool_bytes(group: Any) -> int:
+    pools = [entry.host_pool for entry in group.entries]
+    return sum(int(pool.size * getattr(pool, "size_per_token", 0)) for pool in pools)
+
+
+def _num_free(allocator: Any) -> int:
+    """Models with sliding windows have fewer of the window's slots than of the others."""
+    free = getattr(allocator, "full_available_size", allocator.available_size)
+    return int(free())

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_tiered.daily_budget import DailyBudget
+from sglang_tiered.budgets import DailyBudget
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.policy.admission import Admission, Level, Outcome, backlog_pressure
 from sglang_tiered.storage.base import Stop

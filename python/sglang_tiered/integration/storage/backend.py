@@ -36,6 +36,7 @@ from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.storage import host_pages, shared_pages
 from sglang_tiered.integration.storage.admission_gate import StoreGate
 from sglang_tiered.integration.storage.host_pages import (
+    SeenPages,
     check_codec,
     engine_keys,
     page_layout,
@@ -44,7 +45,6 @@ from sglang_tiered.integration.storage.host_pages import (
 )
 from sglang_tiered.integration.storage.queries import TierQueries
 from sglang_tiered.integration.storage.remote_erasures import RemoteErasures
-from sglang_tiered.integration.storage.seen_pages import SeenPages
 from sglang_tiered.integration.storage.tiers import (
     lossy_codec,
     open_remote_tiers,
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from sglang_tiered.integration.identity.hidden_pages import HiddenPages
+    from sglang_tiered.integration.identity.tenants import HiddenPages
     from sglang_tiered.integration.storage.admission_gate import QueuedStore
     from sglang_tiered.integration.storage.machine_budget import BudgetStats, MachineBudget
     from sglang_tiered.integration.storage.shared_pages import SharingRanks

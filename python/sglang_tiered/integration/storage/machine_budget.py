@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.config import MIN_REGIONS, format_bytes
 from sglang_tiered.errors import ConfigError, StoreError, StoreLockedError
-from sglang_tiered.policy.machine_budget import StoreShare, grant, recall
+from sglang_tiered.policy.shares import StoreShare, grant, recall
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.machine_budget import (
     FLAG,

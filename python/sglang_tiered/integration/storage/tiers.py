@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.codecs import PageLayout
     from sglang_tiered.config import TieredConfig
-    from sglang_tiered.peer_config import PeerConfig
+    from sglang_tiered.remote_config import PeerConfig
     from sglang_tiered.sharing.peer_tier import PeerTier
     from sglang_tiered.sharing.settings import PeerSettings
     from sglang_tiered.storage.base import Erasure, TierEngine

@@ -33,15 +33,15 @@ from sglang_tiered.storage.bucket.names import NAMESPACE_BYTES
 from sglang_tiered.storage.bucket.requests import BucketError, Requests
 from sglang_tiered.storage.bucket.state import BucketState
 from sglang_tiered.storage.bucket.transfers import Transfers
+from sglang_tiered.storage.jobs import Workers, call_each
 from sglang_tiered.storage.promises import all_true, ended, is_true
 from sglang_tiered.storage.region.pins import Pin
-from sglang_tiered.storage.workers import Workers, call_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.object_config import ObjectConfig
+    from sglang_tiered.remote_config import ObjectConfig
     from sglang_tiered.storage.base import (
         Erasure,
         Job,

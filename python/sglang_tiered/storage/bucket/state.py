@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_tiered.daily_budget import DailyBudget
+from sglang_tiered.budgets import DailyBudget
 from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.bucket.erased import BucketErasures
 from sglang_tiered.storage.bucket.index import BucketIndex
@@ -20,18 +20,18 @@ from sglang_tiered.storage.promises import Promises
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from sglang_tiered.object_config import ObjectConfig
+    from sglang_tiered.remote_config import ObjectConfig
     from sglang_tiered.storage.base import Job, Page
     from sglang_tiered.storage.bucket.erased import Record
     from sglang_tiered.storage.bucket.names import PageName
     from sglang_tiered.storage.encoding import PageEncoding
 
 __all__ = [
-    "BucketState",
-    "PendingErasure",
     "BucketLoad",
+    "BucketState",
     "OnErased",
     "PageLoad",
+    "PendingErasure",
     "Upload",
 ]
 

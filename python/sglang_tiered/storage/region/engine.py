@@ -32,6 +32,7 @@ from sglang_tiered.storage.base import (
     TierEngine,
     TierStats,
 )
+from sglang_tiered.storage.jobs import Workers
 from sglang_tiered.storage.promises import Promises, all_true, ended, is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.directory import DirectoryLock, allow_regions
@@ -66,7 +67,6 @@ from sglang_tiered.storage.region.store_worker import IoWorker, StoreWorker
 from sglang_tiered.storage.region.sync_worker import SyncWorker
 from sglang_tiered.storage.region.view import RegionView
 from sglang_tiered.storage.region.writer import RegionWriter
-from sglang_tiered.storage.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,7 @@
 """``TierStack``: one tier made of this server's NVMe and any number of remote ones.
 
 Callers store into NVMe only. From there pages go down to a bucket in the background (``demotion``),
-and pages found in a remote tier come up when a load wants them (``loading``, ``promotion``). A tier
+and pages found in a remote tier come up when a load wants them (``loading``). A tier
 that fails leaves the others serving. Without remote tiers everything is NVMe's own answer, and
 nothing runs here.
 
@@ -38,8 +38,7 @@ from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import all_true, ended, is_true
 from sglang_tiered.storage.region.engine import RegionEngine
 from sglang_tiered.storage.stack.demotion import Demoter
-from sglang_tiered.storage.stack.loading import Loader
-from sglang_tiered.storage.stack.promotion import Promoter
+from sglang_tiered.storage.stack.loading import Loader, Promoter
 from sglang_tiered.storage.stack.tiers import (
     RemoteStats,
     Span,

@@ -15,7 +15,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_tiered.policy.router_view import RouterView
+from sglang_tiered.policy.routing import RouterView
 from sglang_tiered_lab.trace.cluster.records import Reporter
 from sglang_tiered_lab.trace.cluster.residency import (
     DEVICE,

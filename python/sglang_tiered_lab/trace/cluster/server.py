@@ -23,8 +23,7 @@ import math
 from typing import TYPE_CHECKING
 
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
-from sglang_tiered.policy.prefill_work import PrefillWork
-from sglang_tiered.policy.queue_wait import QueuePlace, QueueWait
+from sglang_tiered.policy.queue_wait import PrefillWork, QueuePlace, QueueWait
 from sglang_tiered_lab.trace.cluster.tree import HostMemory, Nodes, NodeTier, SharedBlocks
 from sglang_tiered_lab.trace.replay.disk import Disk
 from sglang_tiered_lab.trace.replay.lru import LruTier, lengths_of

@@ -10,14 +10,14 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from sglang_tiered.policy.host_budget import HostBudget
 from sglang_tiered.policy.residents import ResidentSet
+from sglang_tiered.policy.shares import HostBudget
 from sglang_tiered_lab.trace.replay.lru import LruTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["HostMemory", "Nodes", "NodeTier", "SharedBlocks"]
+__all__ = ["HostMemory", "NodeTier", "Nodes", "SharedBlocks"]
 
 SMALL_RATIO = 5 / 4  # as in ``integration``: below this multiple of the device it keeps nothing
 

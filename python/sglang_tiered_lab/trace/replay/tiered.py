@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_tiered.daily_budget import DailyBudget
+from sglang_tiered.budgets import DailyBudget
 from sglang_tiered.policy.admission import (
     TOUCH_SLOTS,
     Admission,
@@ -21,9 +21,9 @@ from sglang_tiered.policy.admission import (
     backlog_pressure,
 )
 from sglang_tiered.policy.cost_model import CostModel
-from sglang_tiered.policy.host_budget import HostBudget
 from sglang_tiered.policy.prefetch import PrefetchWindow
 from sglang_tiered.policy.residents import ResidentSet
+from sglang_tiered.policy.shares import HostBudget
 from sglang_tiered_lab.trace.replay.radix import RadixStack, Store
 from sglang_tiered_lab.trace.replay.region_log import RegionLog
 

@@ -21,9 +21,8 @@ from sglang.srt.session.streaming_session import StreamingSession
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.identity.hidden_pages import HiddenPages
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector, RecentRequests
-from sglang_tiered.integration.identity.tenants import HiddenTenants, tenant_digest
+from sglang_tiered.integration.identity.tenants import HiddenPages, HiddenTenants, tenant_digest
 from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import keep, promise

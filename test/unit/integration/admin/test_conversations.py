@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
 
-from sglang_tiered.integration.admin import calls, conversations, listing, pins
+from sglang_tiered.integration.admin import calls, conversations, listing
+from sglang_tiered.integration.admin import conversation_calls as pins
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversations import selector_of, selectors_of
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector

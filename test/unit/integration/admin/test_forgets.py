@@ -15,13 +15,13 @@ from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_tiered.integration.admin import conversations, forgets
+from sglang_tiered.budgets import ForgetAllowance
+from sglang_tiered.integration.admin import conversation_calls as forgets
+from sglang_tiered.integration.admin import conversations
 from sglang_tiered.integration.admin.calls import Calls
-from sglang_tiered.integration.admin.forgets import Forgets
-from sglang_tiered.integration.admin.pins import pin
+from sglang_tiered.integration.admin.conversation_calls import Forgets, pin
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import tenant_digest
-from sglang_tiered.policy.forget_allowance import ForgetAllowance
 from sglang_tiered.storage.base import NO_TENANT
 from sglang_tiered.storage.promises import ended
 

@@ -15,7 +15,7 @@ from fastapi import Request
 from kit.openapi import check_answer
 from sglang_tiered.api import CallError, CheckpointCall, RequestsCall, ResidencyCall, decode
 from sglang_tiered.integration.admin import http_api
-from sglang_tiered.integration.admin.page import TierPage
+from sglang_tiered.integration.admin.http_api import TierPage
 from sglang_tiered.request_log import RequestLogConfig
 
 

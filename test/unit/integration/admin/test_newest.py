@@ -9,9 +9,8 @@ import pytest
 
 from kit.openapi import check_answer
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.admin.newest import TAIL_BYTES, newest_requests
-from sglang_tiered.request_log import RequestLogConfig, older
-from sglang_tiered.request_record import VERSION, RequestRecord, Sources
+from sglang_tiered.integration.admin.http_api import TAIL_BYTES, newest_requests
+from sglang_tiered.request_log import VERSION, RequestLogConfig, RequestRecord, Sources, older
 
 NOW = 1_000_000.0
 

@@ -43,12 +43,13 @@ with warnings.catch_warnings():
         pod_flags,
         pod_flashinfer,
         pod_triton,
-        pod_warm_up,
         registration,
     )
     from sglang_tiered.integration.attention.pod import PodStatistics, has_decode_rows, why_not
-    from sglang_tiered.integration.attention.pod_reference import ReferencePodAttnBackend
-    from sglang_tiered.integration.attention.reference import ReferenceAttnBackend
+    from sglang_tiered.integration.attention.reference import (
+        ReferenceAttnBackend,
+        ReferencePodAttnBackend,
+    )
 
 
 # Prefill, then a chunk with two rows decoding, then all decode, then one more mixed batch.
@@ -280,7 +281,7 @@ class Attention(torch.nn.Module):
 def test_kernels_are_compiled_once_per_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        pod_warm_up, "warm_up", lambda keys, values, shape, **options: asked.append(options)
+        pod_backend, "warm_up", lambda keys, values, shape, **options: asked.append(options)
     )
     sinks = torch.zeros(HEADS)
     model = torch.nn.ModuleList(
@@ -294,7 +295,7 @@ def test_kernels_are_compiled_once_per_kind_of_layer(monkeypatch: pytest.MonkeyP
         ]
     )
     pod, _ = both(World(mha_pool(layers=2)))
-    assert pod_warm_up.compile_kernels(pod, model, torch.float32) == 3
+    assert pod_backend.compile_kernels(pod, model, torch.float32) == 3
     assert [options["window"] for options in asked] == [-1, 8, -1]
     assert [options["sinks"] is sinks for options in asked] == [False, False, True]
     assert {options["index_dtype"] for options in asked} == {torch.int32}
@@ -303,10 +304,10 @@ def test_kernels_are_compiled_once_per_kind_of_layer(monkeypatch: pytest.MonkeyP
 def test_unreadable_layers_leave_the_others_compiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pod_warm_up, "warm_up", lambda *_, **__: None)
+    monkeypatch.setattr(pod_backend, "warm_up", lambda *_, **__: None)
     pod, _ = both(World(mha_pool()))  # the pool has one layer
     model = torch.nn.ModuleList([Attention(radix_layer(layer_id=i)) for i in (7, 8, 0)])
-    assert pod_warm_up.compile_kernels(pod, model, torch.float32) == 1
+    assert pod_backend.compile_kernels(pod, model, torch.float32) == 1
     assert caplog.text.count("of 2 layers, which are compiled at their first use") == 1
 
 
@@ -332,7 +333,7 @@ def test_gpu_gets_the_triton_form_with_compiled_kernels(
     compiled: list[Any] = []
     made = SimpleNamespace(serves=serves)
     monkeypatch.setattr(pod_triton, "TritonPodAttnBackend", lambda given: made)
-    monkeypatch.setattr(pod_warm_up, "compile_kernels", lambda *given: compiled.append(given) or 1)
+    monkeypatch.setattr(registration, "compile_kernels", lambda *given: compiled.append(given) or 1)
     monkeypatch.setattr(pod_backend.PodAttention.statistics, "serving", False)
     given = described_runner("cuda", head_dim=128)
     with (

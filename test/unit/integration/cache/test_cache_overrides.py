@@ -16,8 +16,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_tiered.integration.cache.quiescing import LoadsUnderWay
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.cache.tiering import Tiering
-from sglang_tiered.integration.identity.hidden_pages import HiddenPages
-from sglang_tiered.integration.identity.tenants import HiddenTenants, tenant_digest
+from sglang_tiered.integration.identity.tenants import HiddenPages, HiddenTenants, tenant_digest
 from sglang_tiered.integration.storage.controller import NextStore
 from sglang_tiered.policy.admission import Outcome
 from sglang_tiered.policy.cost_model import CostModel

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.identity.hidden_pages import HiddenPages
+from sglang_tiered.integration.identity.tenants import HiddenPages
 from sglang_tiered.storage.base import NO_TENANT, Erasure
 from sglang_tiered.storage.promises import all_true, is_true
 

@@ -43,8 +43,8 @@ from sglang.test.kits.unified_radix_cache.storage import (
 )
 
 from sglang_tiered.config import ENVIRONMENT_VARIABLE, MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.integration.cache import prefill_times as prefill_prior
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.cache.timing import prefill_prior
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import _storage_arguments
 from sglang_tiered.policy.cost_model import PrefillCost

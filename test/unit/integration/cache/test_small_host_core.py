@@ -23,8 +23,8 @@ from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_has
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from small_cache import make_pool
 
-from sglang_tiered.integration.cache.small_host import core as small_host_core
-from sglang_tiered.integration.cache.small_host.core import SmallHostTreeCore
+from sglang_tiered.integration.cache import small_host as small_host_core
+from sglang_tiered.integration.cache.small_host import SmallHostTreeCore
 from sglang_tiered.integration.cpu.platform import patch_host_pools
 
 PAGE, DEVICE_PAGES, HOST_PAGES = 4, 24, 8
@@ -32,7 +32,7 @@ PAGE, DEVICE_PAGES, HOST_PAGES = 4, 24, 8
 
 def make_cache() -> UnifiedRadixCache:
     patch_host_pools()
-    small_host_core.register()
+    small_host_core.register_core()
     arguments = ServerArgs(
         model_path="dummy",
         device="cpu",

@@ -26,8 +26,8 @@ from sglang_tiered.integration.cache.spiller import RETRY_S, STORES_S_PER_STEP, 
 from sglang_tiered.integration.cache.tiering import Tiering
 from sglang_tiered.integration.storage.admission_gate import QueuedStore, StoreGate
 from sglang_tiered.policy.admission import LONG_PREFIX_TOKENS, Level, Outcome
-from sglang_tiered.policy.host_budget import HostBudget
 from sglang_tiered.policy.page_accounting import EvictionOutcome, PageAccounting, store_outcomes
+from sglang_tiered.policy.shares import HostBudget
 from sglang_tiered.policy.spill import MAX_HOLD_S
 from sglang_tiered.storage.base import Run, Stop
 

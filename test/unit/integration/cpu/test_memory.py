@@ -14,7 +14,8 @@ from zygote import Zygotes
 from sglang_tiered.config import GiB, MiB
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.cache import host_size
-from sglang_tiered.integration.cpu import malloc, memory
+from sglang_tiered.integration.cpu import memory
+from sglang_tiered.integration.cpu import processes as malloc
 from sglang_tiered.integration.cpu.memory import WorkingSet, device_pool_bytes
 from sglang_tiered.integration.identity.model import one_copy
 from sglang_tiered.integration.launch import accelerator
@@ -180,7 +181,7 @@ def test_unusable_gpu_is_not_replaced_by_the_cpu(
 ALLOCATES = """
 import resource
 import torch
-from sglang_tiered.integration.cpu.malloc import keep_freed_memory
+from sglang_tiered.integration.cpu.processes import keep_freed_memory
 assert {keep} is False or keep_freed_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from transformers import PretrainedConfig
 
 from sglang_tiered.integration.cpu import platform as cpu_platform
-from sglang_tiered.integration.cpu.number_format import around_dtype
+from sglang_tiered.integration.cpu.platform import around_dtype
 from sglang_tiered.integration.cuda_native import host_copies
 
 PAGE, LAYERS, NUM_PAGES = 4, 3, 24

@@ -11,7 +11,7 @@ from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.runtime_context import get_context
 
 from kit.waiting import eventually
-from sglang_tiered.integration.disaggregation.handed_model import (
+from sglang_tiered.integration.disaggregation.handoffs import (
     REPLACED,
     STALE,
     UNKNOWN,

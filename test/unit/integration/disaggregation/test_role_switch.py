@@ -24,8 +24,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode, TransferConfig
-from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
-from sglang_tiered.integration.disaggregation.handoffs import Handoffs
+from sglang_tiered.integration.disaggregation.handoffs import Handoffs, WeightUpdate
 from sglang_tiered.integration.disaggregation.manager import ZmqKVSender, make_manager
 from sglang_tiered.integration.hooks import _after_decode_queue
 from sglang_tiered.transfer.messages import Asked

@@ -19,7 +19,7 @@ from sglang.srt.managers.schedule_batch import (
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration.launch import model_support
+from sglang_tiered.integration.launch import start
 
 OF_ANOTHER = 0x1234
 VOCABULARY = 128
@@ -162,5 +162,5 @@ def test_image_tokens_behind_the_vocabulary_are_accepted(configure: Configure) -
 def test_many_tokenizer_workers_are_refused() -> None:
     """They load no plugins, whatever the model: no routes, and no checks of what clients send."""
     with pytest.raises(ConfigError, match="--tokenizer-worker-num 2 leaves the server without"):
-        model_support._check_workers(2)
-    model_support._check_workers(1)
+        start._check_workers(2)
+    start._check_workers(1)

@@ -15,12 +15,14 @@ from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.identity.conversation_ids import (
+from sglang_tiered.integration.identity.request_names import (
     MAX_ID_BYTES,
+    BodyRefused,
     after_tokenizing,
+    carry,
     conversation_of,
+    take_overrides,
 )
-from sglang_tiered.integration.identity.named_in_body import BodyRefused, carry, take_overrides
 
 NAMES = ("extra_key", "cache_salt", "session_id", "conversation_id", "rid")
 MADE: dict[str, Any] = {"request": None}

@@ -10,7 +10,7 @@ import pytest
 from sglang_tiered.config import TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.cpu.platform import ReferenceCpuPlatform
-from sglang_tiered.integration.launch import model_support, start
+from sglang_tiered.integration.launch import start
 
 SERVED: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",
@@ -29,7 +29,7 @@ SERVED: dict[str, Any] = {
     ],
 )
 def test_what_hicache_serves_is_served(change: dict[str, Any]) -> None:
-    model_support._check(**{**SERVED, **change})
+    start._check_is_cached(**{**SERVED, **change})
 
 
 @pytest.mark.parametrize(
@@ -43,13 +43,13 @@ def test_model_that_would_run_without_tiers_is_refused(
     change: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
-        model_support._check(**{**SERVED, **change})
+        start._check_is_cached(**{**SERVED, **change})
     message = str(caught.value)
     assert message.endswith("pass --tier-mode off.") and "\n" not in message
 
 
 def test_anything_runs_without_tiers() -> None:
-    model_support.check_model(None, TieredConfig(mode=TierMode.OFF))
+    start.check_model(None, TieredConfig(mode=TierMode.OFF))
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ def test_refusal_by_sglang_is_one_sentence_too(error: Exception, sentence: str) 
 def test_rows_kept_by_slot_are_refused(name: str) -> None:
     """A prefix from a tier would answer with the rows of whoever had its slots before."""
     off = {"enable_return_routed_experts": False, "enable_return_indexer_topk": False}
-    model_support._check_rows_by_slot(SimpleNamespace(**off))
+    start._check_rows_by_slot(SimpleNamespace(**off))
     flag = "--" + name.replace("_", "-")
     with pytest.raises(ConfigError, match=f"{flag} would answer with rows of other") as caught:
-        model_support._check_rows_by_slot(SimpleNamespace(**{**off, name: True}))
+        start._check_rows_by_slot(SimpleNamespace(**{**off, name: True}))
     assert str(caught.value).endswith("pass --tier-mode off.")
 
 
@@ -110,7 +110,7 @@ def test_checkpoints_that_would_keep_nothing_are_refused(
 ) -> None:
     plain = {"speculative_algorithm": None, "strip_thinking_cache": False, "pp_size": 1}
     plain["hicache_write_policy"] = "write_through"
-    model_support._check_checkpoints(SimpleNamespace(**plain), is_hybrid_swa=False)
+    start._check_checkpoints(SimpleNamespace(**plain), is_hybrid_swa=False)
     given = SimpleNamespace(**{**plain, **change})
     with pytest.raises(ConfigError, match=f"--tier-checkpoint-tokens .* with {reason}; drop"):
-        model_support._check_checkpoints(given, is_hybrid_swa=not change)
+        start._check_checkpoints(given, is_hybrid_swa=not change)

@@ -14,7 +14,7 @@ from server_process import free_ports
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE, exposure, resolve_peers
 from sglang_tiered.integration.storage.tiers import peer_settings
-from sglang_tiered.peer_config import PeerConfig
+from sglang_tiered.remote_config import PeerConfig
 from sglang_tiered.wire.keys import PEER, make_keys
 
 URL, LOCAL_URL = "redis://192.0.2.1:6379/0", "redis://127.0.0.1:6379/0"

@@ -31,8 +31,7 @@ from sglang_tiered.integration.launch import flags as tier_flags
 from sglang_tiered.integration.launch import resolve as server_args
 from sglang_tiered.integration.launch.resolve import _resolve_request_log, resolve_object
 from sglang_tiered.integration.storage import shards, tiers
-from sglang_tiered.object_config import ObjectConfig
-from sglang_tiered.peer_config import PeerConfig
+from sglang_tiered.remote_config import ObjectConfig, PeerConfig
 from sglang_tiered.storage.filesystem import filesystem_type
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_tiered.config import MiB, TransferConfig
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration.launch.transfer_flags import (
+from sglang_tiered.integration.launch.resolve import (
     isolation,
     resolve_transfer,
     transfer_arguments,

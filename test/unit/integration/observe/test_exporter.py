@@ -13,8 +13,7 @@ import pytest
 from kit.process_stats import FULL, STATS, timed, with_engine
 from kit.promtool import check_metrics
 from sglang_tiered.integration.cache.load_planner import LoadPlanner
-from sglang_tiered.integration.observe.exporter import MetricsExporter
-from sglang_tiered.integration.observe.samples import samples, state_of
+from sglang_tiered.integration.observe.exporter import MetricsExporter, samples, state_of
 from sglang_tiered.integration.observe.stats import PlannerStats, ProcessStats, TierReads
 from sglang_tiered.metrics import BOUNDS_S, METRICS, DurationCounts, Durations, MetricKind
 from sglang_tiered.policy.admission import Outcome

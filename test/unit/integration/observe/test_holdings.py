@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cache_world import DEVICE_TOKENS, HEAD_DIM, HEADS, PAGE, CacheWorld, cache_world, prompt
 
-from sglang_tiered.integration.observe.holdings import holdings
+from sglang_tiered.integration.observe.stats import holdings
 from sglang_tiered.tools.store.cli import main
 
 TOKEN_BYTES = 2 * 2 * HEADS * HEAD_DIM * 4  # keys and values of two layers, float32

@@ -29,8 +29,7 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
 from sglang_tiered.integration.identity.tenants import HiddenTenants, key_of_request, tenant_digest
-from sglang_tiered.integration.observe.holdings import Holding
-from sglang_tiered.integration.observe.stats import process_stats
+from sglang_tiered.integration.observe.stats import Holding, process_stats
 from sglang_tiered.integration.storage import backend
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.policy.admission import Outcome

@@ -27,7 +27,7 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import shared_pages
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.peer_config import PeerConfig
+from sglang_tiered.remote_config import PeerConfig
 from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.directory import shard_path

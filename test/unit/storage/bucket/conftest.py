@@ -9,7 +9,7 @@ import pytest
 
 from kit.runs import NAMESPACE
 from kit.waiting import drained
-from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.storage.bucket import BucketEngine
 
 if TYPE_CHECKING:

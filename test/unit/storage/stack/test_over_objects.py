@@ -13,7 +13,7 @@ from kit.request_hooks import listed
 from kit.runs import NAMESPACE, make_run, of
 from kit.tiers import loads, open_region, store
 from kit.waiting import TIMEOUT_S, drained, eventually
-from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.promises import is_true

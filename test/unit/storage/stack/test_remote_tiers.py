@@ -18,7 +18,7 @@ from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, Job, LookupResult, Reason, Run, Stop, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.stack import TierStack
-from sglang_tiered.storage.stack.promotion import Promoter
+from sglang_tiered.storage.stack.loading import Promoter
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, Span
 
 TENANT = b"a" * 16

@@ -16,7 +16,7 @@ from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, JobKind, Reason, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.stack import TierStack, promotion
+from sglang_tiered.storage.stack import TierStack, loading
 from sglang_tiered.storage.stack.tiers import StackSettings
 
 PAGES = [8192] * 4
@@ -117,7 +117,7 @@ def test_a_failed_promotion_gives_its_room_back(
     engine = tiers.open(StackSettings(promotion_bytes=4 * 8192))
     store(tiers.bucket, of(TENANT, first), of(TENANT, second))
     with monkeypatch.context() as patch:
-        patch.setattr(promotion, "copied", lambda _: 1 // 0)
+        patch.setattr(loading, "copied", lambda _: 1 // 0)
         load(engine, first, tenant=TENANT)
     assert engine.stack_stats().num_promotions_dropped == 4
     load(engine, second, tenant=TENANT)

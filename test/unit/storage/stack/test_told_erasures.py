@@ -12,7 +12,7 @@ import pytest
 from kit.runs import NAMESPACE
 from kit.tiers import open_region
 from kit.waiting import TIMEOUT_S, eventually
-from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.storage.base import PIECE_KEYS, Erasure
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.promises import all_true, ended, is_true

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kit.commands import Outcome, cli_of
-from sglang_tiered.request_record import (
+from sglang_tiered.request_log import (
     MAX_RID,
     GivenUp,
     Load,
@@ -22,8 +22,8 @@ from sglang_tiered.request_record import (
     TierLoad,
     Wait,
 )
-from sglang_tiered.tools.explain.causes import cause, parts
-from sglang_tiered.tools.explain.cli import main
+from sglang_tiered.tools.causes import cause, parts
+from sglang_tiered.tools.explain import main
 
 MiB = 1 << 20
 

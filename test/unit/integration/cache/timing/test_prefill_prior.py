@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_tiered.integration.cache.timing import prefill_prior
-from sglang_tiered.integration.cache.timing.prefill_prior import probe_prefill
+from sglang_tiered.integration.cache import prefill_times as prefill_prior
+from sglang_tiered.integration.cache.prefill_times import probe_prefill
 from sglang_tiered.policy.cost_model import PRIOR_PREFILL
 
 

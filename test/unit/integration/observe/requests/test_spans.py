@@ -11,10 +11,10 @@ from sglang.srt.observability import trace
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.observe.requests.spans import PREFIX, tell
-from sglang_tiered.integration.observe.requests.story import LookedUp, PricedPlan, Story
+from sglang_tiered.integration.observe.stories import PREFIX
+from sglang_tiered.integration.observe.stories import tell_spans as tell
+from sglang_tiered.integration.observe.story import LoadMeter, LookedUp, PricedPlan, Story
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Tier
-from sglang_tiered.storage.meter import LoadMeter
 
 KEYS = tuple(bytes([number]) * 32 for number in range(2))
 UNIX_S = 1000.0

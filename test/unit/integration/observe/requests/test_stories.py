@@ -16,7 +16,7 @@ from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.observe.requests import stories
+from sglang_tiered.integration.observe import stories
 from sglang_tiered.policy.cost_model import PrefillCost
 from sglang_tiered.policy.prefetch import PrefetchWindow
 

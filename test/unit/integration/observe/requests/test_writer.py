@@ -16,8 +16,8 @@ import pytest
 
 from kit.ended_request import ended
 from kit.waiting import eventually
-from sglang_tiered.integration.observe.requests import writer as writer_module
-from sglang_tiered.integration.observe.requests.writer import CLOSE_S, LineWriter
+from sglang_tiered.integration.observe import request_writer as writer_module
+from sglang_tiered.integration.observe.request_writer import CLOSE_S, LineWriter
 from sglang_tiered.request_log import open_log
 
 LARGE = 1 << 30

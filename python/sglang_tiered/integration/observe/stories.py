@@ -1,7 +1,7 @@
 """``Stories``: the notes of one scheduler on its requests, from the arrival of each to its end.
 
 Moments and figures that are there anyway are noted. A line is made of them, and written, on another
-thread (``writer``), and spans only where a request is traced (``spans``).
+thread (``request_writer``). Spans are made only where SGLang traces a request (``--enable-trace``).
 """
 
 from __future__ import annotations
@@ -12,25 +12,29 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.observability.trace import TraceSliceContext, get_global_tracing_enabled
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_tiered.integration.observe.requests import spans as tracing
-from sglang_tiered.integration.observe.requests.story import End, LookedUp, PricedPlan, Story
-from sglang_tiered.integration.observe.requests.writer import LineWriter
+from sglang_tiered.integration.observe.request_writer import LineWriter
+from sglang_tiered.integration.observe.story import (
+    End,
+    LoadMeter,
+    LookedUp,
+    PricedPlan,
+    Story,
+)
 from sglang_tiered.policy.both_ends import parts_of, spans_between
-from sglang_tiered.request_record import rid_of
+from sglang_tiered.request_log import rid_of
 from sglang_tiered.storage.base import Tier
-from sglang_tiered.storage.meter import LoadMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from sglang_tiered.policy.cost_model import CostModel
-    from sglang_tiered.request_log import RequestLogConfig
-    from sglang_tiered.request_record import Cause, Decision, Why
+    from sglang_tiered.request_log import Cause, Decision, RequestLogConfig, Why
     from sglang_tiered.storage.stack.tiers import Span
 
-__all__ = ["Prices", "Stories", "open_notes"]
+__all__ = ["PREFIX", "Stories", "open_notes", "tell_spans"]
 
 MAX_STORIES = 65_536
 """Of requests that have come and not ended; beyond, the oldest is dropped."""
@@ -39,6 +43,16 @@ MAX_ABORTED = 1024
 """Requests that were aborted lately: SGLang may release one of them afterwards."""
 
 TIERS = tuple(Tier)
+
+PREFIX = "sglang_tiered."
+"""How the attributes of spans begin."""
+
+_OUTER, _INNER = 1, 2
+"""Levels of SGLang's: of what a request waits for, and of its parts (``SGLANG_TRACE_LEVEL``)."""
+
+_NS = 1e9
+
+_Span = tuple[str, int, float, float, dict[str, Any]]
 
 
 class Prices(Protocol):
@@ -246,7 +260,7 @@ class Stories:
         story.stop_waiting(now)
         story.admitted_at = now
         self._starting[request] = story
-        tracing.tell(story, self._unix_minus_clock_s())
+        tell_spans(story, self._unix_minus_clock_s())
 
     def copied(self, req: Any, num_tokens: int) -> None:
         """Note that a copy of its tokens to the device was queued."""
@@ -281,7 +295,7 @@ class Stories:
             story.is_prefilled = num_before + num_new >= len(req.origin_input_ids)
             if story.copied_at is not None and story.copy_ended_at is None:
                 story.copy_ended_at = max(story.copied_at, now - (not copies_beside) * seconds)
-                tracing.tell(story, self._unix_minus_clock_s())
+                tell_spans(story, self._unix_minus_clock_s())
 
     def _hold_up(self, handles: set[Any], seconds: float) -> None:
         """Charge a prefill batch to those that are between admission and first token, and are not
@@ -339,7 +353,7 @@ class Stories:
         story.req = req
         now, offset_s = self.clock(), self._unix_minus_clock_s()
         story.stop_waiting(now)
-        tracing.tell(story, offset_s, is_over=True)
+        tell_spans(story, offset_s, is_over=True)
         if self._writer is None:
             self._drop_story(handle, story)
             return
@@ -407,4 +421,65 @@ def open_notes(
         replica = place.attn_dp_rank if place.dp_rank is None else place.dp_rank
         path = config.file_of(replica)
         writer = LineWriter(path, max_bytes=config.max_bytes, replica=replica)
-    return Stories(prices, writer, tenant_of=tenant_of, traces=tracing.are_on())
+    return Stories(prices, writer, tenant_of=tenant_of, traces=bool(get_global_tracing_enabled()))
+
+
+def tell_spans(story: Story, unix_minus_clock_s: float, *, is_over: bool = False) -> None:
+    """Add the spans that are complete and were not told yet to a request's trace. ``is_over``: no
+    more will come. Scheduler thread."""
+    context = None if story.req is None else story.req.time_stats.trace_ctx
+    if context is None or not context.tracing_enable:
+        return
+    for name, level, began, ended, attributes in _spans(story, is_over=is_over):
+        if (name, began) in story.told:
+            continue
+        story.told.add((name, began))
+        context.trace_slice(
+            TraceSliceContext(
+                slice_name=f"tier_{name}",
+                start_time_ns=int((began + unix_minus_clock_s) * _NS),
+                end_time_ns=int((ended + unix_minus_clock_s) * _NS),
+                level=level,
+                attrs={PREFIX + key: value for key, value in attributes.items()},
+            )
+        )
+
+
+def _spans(story: Story, *, is_over: bool) -> Iterator[_Span]:
+    """Yield the name, level, begin, end and attributes of each span that is complete."""
+    held = story.held
+    if held is not None:
+        pages = {f"num_{tier.value}_pages": count for tier, count in held.parts}
+        yield "lookup", _INNER, held.began_at, held.ended_at, pages
+    for why, began, ended in story.waits:
+        yield "wait", _OUTER, began, ended, {"why": why}
+    # Of what loads while the front of its prompt is computed, one part ends after the other.
+    has_ended = story.load_ended_at is not None or story.given_up is not None
+    is_new = ("load", story.load_queued_at) not in story.told  # its reads are many
+    if story.load_queued_at is not None and is_new and (is_over or has_ended and not story.parts):
+        yield from _load_spans(story, story.load_queued_at)
+    if story.copied_at is not None and story.copy_ended_at is not None:
+        copied = {"num_tokens": story.num_copied, "num_bytes": story.copy_bytes}
+        yield "copy", _OUTER, story.copied_at, story.copy_ended_at, copied
+
+
+def _load_spans(story: Story, queued_at: float) -> Iterator[_Span]:
+    plan, given_up = story.plan, story.given_up
+    ended_at = story.load_ended_at or (queued_at if given_up is None else given_up[1])
+    attributes: dict[str, Any] = {"num_loaded_tokens": story.num_loaded}
+    if plan is not None:
+        attributes |= {"num_tokens": sum(plan.parts.values()), "expected_s": plan.load_s}
+    if given_up is not None:
+        attributes["given_up"] = given_up[0]
+    yield "load", _OUTER, queued_at, ended_at, attributes
+    for tier, reading in story.readings().items():
+        figures: dict[str, Any] = {
+            "tier": tier.value,
+            "num_bytes": reading.num_bytes,
+            "num_reads": reading.num_reads,
+            "num_failed_pages": reading.failed.total(),
+        }
+        yield "read", _INNER, reading.begun_at, reading.ended_at, figures
+        if reading.verified is not None:
+            checked = {"tier": tier.value, "thread_s": reading.verify_s}
+            yield "verify", _INNER, *reading.verified, checked

@@ -1,9 +1,14 @@
-"""What a prefill costs before the server has seen one: a probe of the processor at start.
+"""What a prefill costs: probed before the server has seen one, and then timed, for the cost model.
 
 Prefill is matrix products: two operations per weight and token. So the rate of one product in the
 model's number format, times the weights this rank holds, says what a token costs within a factor of
 two or three. No more is needed until batches have been measured. What pairs of tokens cost
 (attention) keeps the prior's share.
+
+On a CPU a forward runs within ``Scheduler.run_batch``. On an accelerator ``run_batch`` only
+launches it, and ``process_batch_result`` begins by waiting for its end. The batch then took the
+time since its launch, or since the batch before it ended if that was later. Copies of cached tokens
+to the device run beside the batch that needs them, and are told with its time.
 """
 
 from __future__ import annotations
@@ -11,7 +16,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
@@ -22,11 +29,13 @@ from sglang_tiered.integration.identity.model import find_weight_files, one_copy
 from sglang_tiered.policy.cost_model import PRIOR_PREFILL, CostModel, PrefillCost
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from sglang_tiered.integration.cache.tiering import Tiering
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["make_planner", "probe_prefill"]
+__all__ = ["PrefillClock", "make_planner", "probe_prefill"]
 
 WARM_UP = (16, 256)
 SHAPES = (*((16, 1024),) * 3, *((64, 1024),) * 2, *((256, 1024),) * 2, *((512, 2048),) * 4)
@@ -37,6 +46,10 @@ PRODUCT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WEIGHTS_AN_ELEMENT = {"I32": 8, "U8": 2}  # where four bits each are packed; others hold one
 _BYTES_A_WEIGHT = 2  # in files that do not say
 _MAX_HEADER_BYTES = 100 << 20
+
+
+MAX_LAUNCHED = 64
+"""Bounds the launched batches without a result; with one pipeline stage there are two."""
 
 
 def probe_prefill(
@@ -131,3 +144,91 @@ def make_planner(cache: Any, storage: TieredStorage, *, always: bool) -> LoadPla
     )
     costs = CostModel(page_tokens=page_size, bytes_per_token=bytes_per_token, prefill=prefill)
     return LoadPlanner(costs, always=always, follows=storage.borrows)
+
+
+class _Launched(NamedTuple):
+    """A batch without a result."""
+
+    num_copied: int  # tokens that were copied to the device for it
+    is_prefill: bool
+
+
+class PrefillClock:
+    """Times prefill batches by two AROUND hooks of one scheduler process. Scheduler thread only."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ended_at = 0.0
+        # Batches without a result.
+        self._launched: OrderedDict[int, _Launched] = OrderedDict()
+
+    def around_run(self, run: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
+        tiering = _tiering_of(scheduler)
+        if tiering is None:
+            return run(scheduler, batch, *rest)
+        # Asked now: under overlap the result comes with a copy of the batch, which has neither the
+        # device nor the load that the batch waits for.
+        num_copied = tiering.take_copied() if _waits_for_a_load(batch) else 0
+        running = scheduler.running_batch
+        num_running = len(batch.reqs) + (0 if running is batch else len(running.reqs))
+        tiering.planner.note_run(num_running)
+        begun, spans = self._clock(), _prefill_spans(batch)
+        if spans:
+            tiering.prefill_begins(spans, begun)
+        result = run(scheduler, batch, *rest)
+        if str(batch.device).startswith("cpu"):
+            ended = self._clock()
+            self._tell(tiering, batch, ended - begun, num_copied)
+            if spans:
+                tiering.prefill_ended(ended)
+        else:
+            self._launched[batch.forward_iter] = _Launched(num_copied, is_prefill=bool(spans))
+            if len(self._launched) > MAX_LAUNCHED:
+                _, lost = self._launched.popitem(last=False)
+                if lost.is_prefill:
+                    tiering.prefill_ended(self._clock())
+        return result
+
+    def around_result(
+        self, process: Callable[..., Any], scheduler: Any, batch: Any, result: Any
+    ) -> Any:
+        tiering = _tiering_of(scheduler)
+        # SGLang releases requests that end with this batch before anybody can time it.
+        with nullcontext() if tiering is None else tiering.notes.until_timed():
+            returned = process(scheduler, batch, result)
+            ended = self._clock()
+            if batch.forward_iter in self._launched and batch.launch_ts is not None:
+                launched = self._launched.pop(batch.forward_iter)
+                if tiering is not None:
+                    seconds = ended - max(batch.launch_ts, self._ended_at)
+                    self._tell(tiering, batch, seconds, launched.num_copied)
+                    if launched.is_prefill:
+                        tiering.prefill_ended(ended)
+        self._ended_at = ended
+        return returned
+
+    @staticmethod
+    def _tell(tiering: Tiering, batch: Any, seconds: float, num_copied: int) -> None:
+        if spans := _prefill_spans(batch):
+            tiering.planner.note_batch(spans, seconds, num_copied)
+            # On a CPU a copy is done when its call returns, before the batch runs.
+            is_cpu = str(batch.device).startswith("cpu")
+            tiering.notes.batch_ran(batch.reqs, spans, seconds, copies_beside=not is_cpu)
+
+
+def _tiering_of(scheduler: Any) -> Tiering | None:
+    tiering: Tiering | None = getattr(scheduler.tree_cache, "tiering", None)
+    return tiering
+
+
+def _prefill_spans(batch: Any) -> list[tuple[int, int]]:
+    """Return the new tokens of each request of a prefill batch, and the tokens before them; none of
+    another batch."""
+    if batch.forward_mode.is_extend() and batch.extend_lens and batch.prefix_lens:
+        return list(zip(batch.extend_lens, batch.prefix_lens, strict=True))
+    return []
+
+
+def _waits_for_a_load(batch: Any) -> bool:
+    """Whether the time of a batch includes copies from the host."""
+    return batch.hicache_consumer_index is not None and batch.hicache_consumer_index >= 0

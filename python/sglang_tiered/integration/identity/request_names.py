@@ -1,10 +1,16 @@
-"""Names of a tenant or a conversation in a request's body that an endpoint of SGLang drops.
+"""Names of a tenant or a conversation in a request's body, put back where an endpoint of SGLang
+drops them, and carried to the schedulers.
 
 SGLang's own endpoints and OpenAI's know ``extra_key``, ``cache_salt``, ``session_id`` and ``rid``.
 Those of Anthropic's and Ollama's API build SGLang's request without them, so a salted prompt would
 share pages with everybody's. ``conversation_id`` is known to ``/generate`` alone. All of them hand
 the HTTP request on to the tokenizer manager, where what its body names is put back. So are what a
 gateway says in headers (``x-override-*``), which SGLang reads at ``/generate`` and for chats only.
+
+SGLang takes a ``conversation_id`` and does not pass it on. It passes on a request's KV hints
+untouched, for tiers alone to read. The id travels as one of those, so every rank knows it and any
+number of tokenizer processes will do. ``session_id``, which SGLang passes on itself, serves where
+there is no other, and so does the id of a streaming session.
 """
 
 from __future__ import annotations
@@ -16,10 +22,61 @@ from sglang.srt.entrypoints.request_headers import apply_header_overrides
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-__all__ = ["BodyRefused", "carry", "take_overrides"]
+__all__ = [
+    "MAX_ID_BYTES",
+    "BodyRefused",
+    "after_tokenizing",
+    "carry",
+    "conversation_of",
+    "take_overrides",
+]
+
+MAX_ID_BYTES = 512
+"""Longer ids are not remembered; their requests are served like all others."""
+
+_ACTION, _VERSION = "sglang_tiered.conversation", "1"
+
 
 _TENANT = ("extra_key", "cache_salt")
 _IDS = ("session_id", "conversation_id", "rid")
+
+
+def after_tokenizing(tokenized: Any, request: Any) -> None:
+    """Hand on the id of a request that has one. In the process that tokenizes."""
+    from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
+
+    found = _usable(getattr(request, "conversation_id", None))
+    if found is None:
+        return
+    action = KvHintAction(
+        action_id="", action_type=_ACTION, action_version=_VERSION, payload={"id": found}
+    )
+    hints = tokenized.kv_hints or KvHintsEnvelope(protocol_version="1", message_id="")
+    tokenized.kv_hints = KvHintsEnvelope(
+        protocol_version=hints.protocol_version,
+        message_id=hints.message_id,
+        actions=[*hints.actions, action],
+    )
+
+
+def conversation_of(req: Any) -> str | None:
+    """Return the id of a scheduler's request, or None. What a client sends as a hint of ours counts
+    less than its ``conversation_id``."""
+    hints = getattr(req, "kv_hints", None)
+    for action in reversed(hints.actions if hints is not None else []):
+        if action.action_type == _ACTION and action.action_version == _VERSION:
+            return _usable(action.payload.get("id"))
+    session = getattr(req, "session", None)
+    return _usable(req.session_id) or _usable(getattr(session, "session_id", None))
+
+
+def _usable(value: Any) -> str | None:
+    if not isinstance(value, str) or not value:
+        return None
+    try:
+        return value if len(value.encode()) <= MAX_ID_BYTES else None
+    except UnicodeEncodeError:  # half a character, which no message to a scheduler can hold
+        return None
 
 
 class BodyRefused(HTTPException, ValueError):

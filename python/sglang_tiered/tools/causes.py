@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang_tiered.flags import format_bytes
 
 if TYPE_CHECKING:
-    from sglang_tiered.request_record import RequestRecord, TierLoad
+    from sglang_tiered.request_log import RequestRecord, TierLoad
 
-__all__ = ["GENERATE", "OTHERS", "PREFILL", "QUEUE", "REST", "TimePart", "cause", "parts"]
+__all__ = ["GENERATE", "OTHERS", "PREFILL", "QUEUE", "REST", "cause", "parts"]
 
 QUEUE, PREFILL, OTHERS, REST, GENERATE = "queue", "prefill", "prefills", "rest", "generate"
 """Parts of a request's time beside its waits, which are called by what was waited for."""

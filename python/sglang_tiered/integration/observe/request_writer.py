@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_tiered.integration.observe.requests.story import record_of
+from sglang_tiered.integration.observe.story import record_of
 from sglang_tiered.request_log import older, open_log
 from sglang_tiered.storage.backoff import OnceLog
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from sglang_tiered.integration.observe.requests.story import End, Story
+    from sglang_tiered.integration.observe.story import End, Story
 
 __all__ = ["LineWriter"]
 

@@ -1,3 +1,0 @@
-"""Host tiers that device memory outgrows."""
-
-from __future__ import annotations

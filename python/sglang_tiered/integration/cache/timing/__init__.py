@@ -1,3 +1,0 @@
-"""What prefills take, known and measured."""
-
-from __future__ import annotations
