@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_tiered.errors import ConfigError
-from sglang_tiered.policy.routing import Held
 from sglang_tiered_lab.trace.cluster import POLICIES
 from sglang_tiered_lab.trace.cluster.books import Knowledge
 from sglang_tiered_lab.trace.cluster.outcome import Outcome
@@ -90,17 +87,6 @@ def test_a_handoff_adds_its_transfer() -> None:
     assert outcome.handoff_bytes == num_bytes
 
 
-def test_a_prefill_beside_decodes_takes_longer() -> None:
-    alone = Request(1.0, 4096, 2, range(100, 108), False)
-    crowd = [Request(0.0, 20_000, 2000, range(1000 * n, 1000 * n + 40), False) for n in range(8)]
-    crowd = [request._replace(arrival_s=0.0) for request in crowd]
-    quiet = run_cluster(plan("in-turn", BOTH), [alone])
-    late = alone._replace(arrival_s=30.0)
-    busy = run_cluster(plan("in-turn", BOTH), [*crowd, late])
-    assert busy.ttft_s[-1] > 1.1 * quiet.ttft_s[0]
-    assert busy.tpot_s[0] > KIND.step_s[0]
-
-
 def test_each_tier_serves_when_nearer_ones_cannot() -> None:
     """The second of two equal prompts goes to the other server, in turn."""
     twice = [Request(10.0 * n, 24 * UNIT, 2, list(range(24)), n > 0) for n in range(2)]
@@ -128,35 +114,6 @@ def test_deaths_lose_nobody(members: list[Member], server: int) -> None:
     assert not np.isnan(outcome.done_s).any()
     assert not any(run.books.num_requests)
     assert not any(run.books.truth.holders(unit) >> server & 1 for unit in run.books.truth.blocks)
-
-
-def test_requests_follow_drains_and_joins() -> None:
-    changes = [Change(at_s=6.0, what="drain", server=0), Change(at_s=6.0, what="join", server=3)]
-    run = Simulation(plan("least-load", BOTH * 4, changes=changes), talks(40))
-    run.run()
-    assert run.servers[3].computed_tokens
-    assert not run.servers[0].waiting and run.servers[0].is_live
-    early = Simulation(plan("least-load", BOTH * 4, changes=changes[1:]), talks(10, turns=1))
-    early.run()
-    assert not early.servers[3].computed_tokens
-
-
-def test_all_servers_gone_is_one_sentence() -> None:
-    change = Change(at_s=1.0, what="drain", server=0)
-    with pytest.raises(ConfigError, match="no server is left"):
-        run_cluster(plan("cost", BOTH, changes=[change]), talks(4))
-
-
-def test_lag_and_loss_make_the_view_trail() -> None:
-    for knowledge in (Knowledge(lag_s=1e6), Knowledge(loss=1.0)):
-        run = Simulation(plan("cost", BOTH * 2, knowledge=knowledge), talks(10))
-        run.run()
-        assert run.books.truth.blocks and not run.books.view.blocks
-
-
-def test_a_request_too_large_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not fit"):
-        run_cluster(plan("cost", BOTH), [Request(0.0, 500_000, 1, range(977), False)])
 
 
 def test_predicted_admission_sheds_the_last_class_only() -> None:
@@ -213,21 +170,3 @@ def test_one_walk_finds_what_each_holds(
     assert found.bucket == leading({2, 3}, set(range(4)))
     one = found.one(0, UNIT * len(prompt), UNIT)
     assert one.device + one.host + one.nvme == UNIT * found.local.get(0, 0)
-
-
-def test_nobody_counts_on_peers_that_do_not_lend() -> None:
-    index = Residency(2, has_peers=False)
-    index.add([1, 2], index.bits(0, (0, 1, 2)))
-    index.add([1], index.bits(0, (), bucket=True))
-    found, elsewhere = index.match([1, 2, 3]).held(3 * UNIT, UNIT)
-    assert elsewhere == Held(object=UNIT)
-    assert found == {0: Held(device=2 * UNIT)}
-
-
-def test_more_accelerators_are_faster_and_larger() -> None:
-    profiles = load_profiles()
-    one, four = (profiles.kind(name, "llama-3.1-8b") for name in ("a100", "4xa100"))
-    assert four.hardware.prefill_token_s < one.hardware.prefill_token_s / 3
-    assert four.kv_tokens > 4 * one.kv_tokens
-    assert four.price_per_hour == 4 * one.price_per_hour
-    assert math.isclose(KIND.hardware.prefill_token_s, 3.25e-5, rel_tol=1e-2)

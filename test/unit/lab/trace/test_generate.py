@@ -10,8 +10,6 @@ import pytest
 
 from sglang_tiered_lab.trace import sharegpt_model
 from sglang_tiered_lab.trace.cli import main
-from sglang_tiered_lab.trace.figures import describe
-from sglang_tiered_lab.trace.reader import read_trace
 
 
 def generate(folder: Path, *flags: object) -> dict[str, bytes]:
@@ -30,21 +28,6 @@ def test_a_seed_decides_every_byte(tmp_path: Path) -> None:
     assert all(first[name] != other[name] for name in first)
 
 
-def test_sharegpt_text_reads_like_a_downloaded_file(tmp_path: Path) -> None:
-    files = generate(tmp_path / "made", "--num-conversations", 40, "--seed", 1)
-    rows = json.loads(files["a.json"])
-    assert len(rows) == 40
-    speakers = {message["from"] for row in rows for message in row["conversations"]}
-    assert speakers == {"human", "gpt", "system"}
-    read = list(read_trace(tmp_path / "made" / "a.json"))
-    written = list(read_trace(tmp_path / "made" / "a.jsonl"))
-    key = [(request.conversation, request.turn, request.input_length) for request in read]
-    assert sorted(key) == sorted((r.conversation, r.turn, r.input_length) for r in written)
-    times = [request.arrival_s or 0.0 for request in written]
-    assert times == sorted(times)
-    assert describe(read)["ideal_hit_rate"] == describe(written)["ideal_hit_rate"]
-
-
 def test_conversations_have_the_published_means() -> None:
     shape = sharegpt_model.Shape(num_conversations=2000)
     said = [json.loads(row)["conversations"] for row in sharegpt_model.rows(shape)]
@@ -60,13 +43,3 @@ def test_conversations_have_the_published_means() -> None:
     assert mean(num_turns) == pytest.approx(sharegpt_model.MEAN_TURNS, rel=0.2)
     assert mean(num_tokens["human"]) == pytest.approx(sharegpt_model.QUESTION_TOKENS, rel=0.2)
     assert mean(num_tokens["gpt"]) == pytest.approx(sharegpt_model.ANSWER_TOKENS, rel=0.2)
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.0, 0.0), (1.0, 1.0)])
-def test_system_prompts_have_the_share_asked_for(share: float, expected: float) -> None:
-    shape = sharegpt_model.Shape(num_conversations=60, system_share=share, num_system_prompts=2)
-    firsts = [json.loads(row)["conversations"][0] for row in sharegpt_model.rows(shape)]
-    systems = [first["value"] for first in firsts if first["from"] == "system"]
-    assert len(systems) / len(firsts) == expected
-    assert len(set(systems)) <= 2
-    assert all(len(text) == shape.system_tokens * 4 for text in systems)

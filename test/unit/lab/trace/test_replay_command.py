@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -48,17 +47,6 @@ def test_every_policy_is_in_table_and_json(
         assert sum(run["units_hit"].values()) + run["units_missed"] == run["num_units"]
 
 
-def test_small_units_and_servers_and_copies(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = "--page-tokens 64 --servers 3 --replicate 2 --policy infinite,lru"
-    assert main(["replay", str(trace), *SIZES, *words.split()]) == 0
-    shown = capsys.readouterr().out
-    assert "128 requests" in shown
-    assert "units of 64" in shown
-    assert "3 servers" in shown
-
-
 def test_parts_of_a_fleet_add_up_to_it(trace: Path, tmp_path: Path) -> None:
     found = []
     for name, words in (("all", ()), ("a", ("0-1",)), ("b", ("2-4",))):
@@ -77,23 +65,12 @@ def test_parts_of_a_fleet_add_up_to_it(trace: Path, tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (("--nvme", "5 furlongs"), "--nvme '5 furlongs' is not a size"),
-        (("--nvme", "0%"), "--nvme 0% is nothing"),
-        (("--host", "12xtok"), "--host '12xtok' is not a size"),
         (("--nvme", "1MiB"), "less than two regions"),
-        (("--policy", "lru,best"), "--policy best is unknown"),
-        (("--policy", "lru,lru"), "must name each policy once"),
-        (("--only-servers", "3-1"), "'3-1' is not a part of the servers"),
         (("--servers", "4", "--only-servers", "2-4"), "not within the 4 of --servers"),
         (("--page-tokens", "100"), "does not fit the trace's blocks of 512"),
-        (("--page-tokens", "0"), "is not a number from 1"),
         (("--host", "4ktok"), "must be larger than --device"),
-        (("--stretch", "0"), "must be greater than zero"),
-        (("--nvme-read-bytes-per-s", "0"), "must be greater than zero"),
         (("--prefill-token-s", "nan"), "is not a number of zero or more"),
-        (("--json", "/no/such/folder/x.json"), "cannot be written"),
-        (("--plot", "picture.txt"), "must end in .png"),
         (("--device", "0", "--host", "0", "--nvme", "0"), "are all 0"),
-        (("--region-bytes", "64KiB"), "holds no page"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(
@@ -101,35 +78,3 @@ def test_what_cannot_be_done_is_one_sentence(
 ) -> None:
     refusal = cli_of(main, capsys)("replay", trace, *SIZES, *words).refusal
     assert sentence in refusal and refusal.endswith((".\n", "there is.\n"))
-
-
-def test_a_trace_without_order_or_times_gets_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "x.jsonl"
-    lines = LINES.splitlines(keepends=True)
-    path.write_text(lines[5] + lines[2])
-    assert main(["replay", str(path), *SIZES]) == 0
-    said = capsys.readouterr()
-    assert "its requests were sorted" in said.err
-    assert "2 requests" in said.out
-    turns = [{"from": "human", "value": "Hello there."}, {"from": "gpt", "value": "Hello."}] * 300
-    path.write_text(json.dumps([{"id": "a", "conversations": turns}]))
-    assert main(["replay", str(path), *SIZES]) == 0
-    said = capsys.readouterr()
-    assert said.err.count("the trace has no times; conversations begin once a second") == 1
-    assert "300 requests" in said.out
-
-
-def test_a_picture_is_drawn_or_matplotlib_named(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "x.png"
-    words = ["--policy", "tiered,belady", "--nvme", "30%,60%", "--plot", str(file)]
-    code = main(["replay", str(trace), *SIZES[:4], *words])
-    if importlib.util.find_spec("matplotlib") is None:
-        assert code == 2
-        assert "sglang-tiered[plot]" in capsys.readouterr().err
-    else:
-        assert code == 0
-        assert file.read_bytes().startswith(b"\x89PNG")

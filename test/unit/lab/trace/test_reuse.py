@@ -10,7 +10,7 @@ import pytest
 
 from kit.talks import make_request
 from sglang_tiered_lab.trace.reader import read_trace
-from sglang_tiered_lab.trace.reuse import NEVER, measure
+from sglang_tiered_lab.trace.reuse import measure
 from sglang_tiered_lab.trace.sessions import with_sessions
 
 # Blocks of 512 tokens: 0.5, 1.5, 5, 15, 26 and 51 million tokens.
@@ -59,21 +59,6 @@ def test_inferred_turns_are_those_published(
         assert round(100 * turns.count(turn) / len(turns), 1) == percent
 
 
-def test_a_hit_ends_at_the_first_missing_block() -> None:
-    """The last blocks of a chain are touched last, so a small cache holds what it cannot use."""
-    reuse = measure([make_request((1, 2, 3)), make_request((1, 2, 3))])
-    assert reuse.distance[3:].tolist() == [2, 1, 0]
-    assert reuse.capacity[3:].tolist() == [3, 3, 3]
-    assert [reuse.hit_rate(capacity) for capacity in (0, 1, 2, 3)] == [0, 0, 0, 0.5]
-
-
-def test_a_block_behind_a_new_one_misses() -> None:
-    reuse = measure([make_request((1, 2)), make_request((7, 2)), make_request((5, 5))])
-    assert reuse.distance.tolist() == [NEVER] * 6
-    assert reuse.hit_rate() == 0
-    assert reuse.num_unique == 6  # the second 2 and the second 5 end other prefixes
-
-
 def test_a_last_block_weighs_its_tokens_only() -> None:
     request = make_request((1, 2), block_tokens=10, missing=9)
     reuse = measure([request, make_request((1,), block_tokens=10)])
@@ -81,16 +66,3 @@ def test_a_last_block_weighs_its_tokens_only() -> None:
     assert reuse.token_hit_rate() == 10 / 21
     assert reuse.token_hit_rate(1) == 0
     assert reuse.request_hits().tolist() == [0, 1]
-
-
-def test_gaps_are_from_the_latest_touch() -> None:
-    times = (1.0, 4.0, 10.0)
-    reuse = measure([make_request((1,), arrival_s=time) for time in times])
-    assert reuse.gaps_s().tolist() == [3.0, 6.0]
-
-
-def test_a_trace_without_blocks_has_no_figures() -> None:
-    for requests in ([], [make_request(())]):
-        reuse = measure(requests)
-        assert (reuse.hit_rate(), reuse.token_hit_rate(), reuse.num_unique) == (0, 0, 0)
-        assert len(reuse.counts()) == len(reuse.gaps_s()) == 0
