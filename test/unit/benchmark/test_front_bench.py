@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from typing import Any
 
 import aiohttp
 
 from bench_routing import Scale, make_plan
 from bench_routing_front import ratios
-from front_bench.modelled import UNIT_TOKENS, ModelledFleet, ids_of, text_of
+from front_bench.modelled import UNIT_TOKENS, ModelledFleet, ids_of
 from server_process import free_ports
 from sglang_tiered.policy.server_costs import parse_server_costs
-from sglang_tiered.route.prompt import page_keys
 from sglang_tiered_lab.trace.replay.server import Request
 
 DEADLINE_S = 60.0
 FIRST = Request(0.0, 3 * UNIT_TOKENS, 1, (11, 12, 13), returning=False)
 SECOND = Request(0.0, 3 * UNIT_TOKENS, 1, (11, 12, 14), returning=True)
-
-
-def keys_of(request: Request) -> list[int]:
-    return page_keys(array("I", ids_of(request)), UNIT_TOKENS)
-
-
-def test_prompts_share_what_requests_share() -> None:
-    assert keys_of(FIRST)[:2] == keys_of(SECOND)[:2] and keys_of(FIRST)[2] != keys_of(SECOND)[2]
-    assert text_of(FIRST)[:128] == text_of(SECOND)[:128] and text_of(FIRST) != text_of(SECOND)
 
 
 def test_fleet_serves_and_tells_what_it_holds() -> None:

@@ -63,24 +63,3 @@ def test_unpacked_packages_are_found_with_our_entry_points(carried: Path, tmp_pa
     said = said_by(exported["PYTHON"], "-S", "-c", ask, env=exported).split()
     assert Path(said[0]).is_relative_to(place)
     assert said[1:] == ["sglang_tiered.integration.plugin:activate_platform"]
-
-
-def test_second_command_finds_what_first_unpacked(carried: Path, tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    site = Path(unpacked(carried, place)["PYTHONPATH"].split(os.pathsep)[0])
-    (site / "numpy" / "kept.py").touch()
-    unpacked(carried, place)
-    assert (site / "numpy" / "kept.py").exists(), "it was unpacked again"
-
-
-def test_archive_for_another_python_is_refused(tmp_path: Path) -> None:
-    """Its compiled modules fail one by one, far from here."""
-    pack.pack_site(tmp_path / "empty", tmp_path / "site.tar.xz", "3.1")
-    done = ran(sys.executable, SCRIPT, tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith(f".xz is for Python 3.1, and this is {unpack.VERSION}.\n")
-
-
-def test_a_list_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pack.main(["--have", "no/such/list"]) == 2
-    assert "--have no/such/list: No such file" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +15,9 @@ from serving_bench.balanced import ideal_s, paced_bytes_per_s, prefill_s_per_tok
 from serving_bench.neighbour import busy_cores
 from serving_bench.paced_disk import PacedDisk, Read, achieved_bytes_per_s
 from serving_bench.regret import regrets
-from serving_bench.setting import FULL, QUICK
+from serving_bench.setting import FULL
 from serving_bench.systems import ALWAYS, SYSTEMS, launch_arguments
-from serving_bench.users import BUSY, User, busy_share, think_s
+from serving_bench.users import BUSY, think_s
 
 READER = """
 import sys, time
@@ -68,11 +67,6 @@ def test_a_paced_disk_reads_at_its_speed(tmp_path: Path) -> None:
     assert disk.reads("stock") == []
 
 
-def test_a_server_is_idle_between_requests() -> None:
-    taken = [sample(started_s=at, latency_s=took) for at, took in ((10, 2), (11, 2), (14, 1))]
-    assert busy_share(taken) == pytest.approx(4 / 5)
-
-
 def test_thinking_times_keep_a_server_busy() -> None:
     # Five users of a server that takes 0.1 s for each request, one after the other.
     taken = [sample(started_s=i / 10, latency_s=0.1) for i in range(50)]
@@ -80,32 +74,6 @@ def test_thinking_times_keep_a_server_busy() -> None:
     assert 5 * 0.1 / (thought_s + 0.1) == pytest.approx(BUSY)
     queued = [sample(started_s=i / 10, latency_s=9.0) for i in range(50)]
     assert think_s(queued, 1) == 0.0
-
-
-def test_users_range_from_device_to_ten_hosts() -> None:
-    for setting in (QUICK, FULL):
-        crowd = setting.crowd
-        assert crowd.users[0] * crowd.contexts[1] <= crowd.geometry.device_tokens
-        assert 8 <= crowd.users[-1] * crowd.contexts[1] / crowd.geometry.host_tokens <= 12
-        capacity = setting.with_nvme(1000).crowd.geometry.nvme_bytes
-        assert capacity > crowd.users[-1] * crowd.contexts[1] * 1000
-
-
-def test_a_full_conversation_goes_back_to_opening() -> None:
-    user = User("u", 100, 220, num_new=30, num_output=1, source=random.Random(1))
-    opening = user.first_turn()
-    assert 100 <= len(opening.prompt) <= 190
-    request, lengths = opening, []
-    for _ in range(12):
-        user.answered(request, sample())
-        history = list(user.history)
-        request = user.turn()
-        assert request.prompt[:100] == opening.prompt[:100]
-        assert list(request.prompt[: request.num_reusable]) == history[: request.num_reusable]
-        lengths.append(len(request.prompt))
-    assert max(lengths) <= 220
-    assert 130 in lengths, "it went back to its opening"
-    assert len({request.label, opening.label}) == 2
 
 
 def test_regret_is_over_the_better_of_both() -> None:
@@ -133,9 +101,3 @@ def test_neighbours_end_with_what_they_disturb() -> None:
         started = set(psutil.Process().children()) - before
         assert len(started) == 2
     assert not any(process.is_running() for process in started)
-
-
-def test_requests_of_two_users_never_match() -> None:
-    users = [User(f"u{i}", 100, 220, 30, 1, random.Random(i)) for i in range(2)]
-    one, other = (user.first_turn() for user in users)
-    assert one.prompt[:64] != other.prompt[:64]

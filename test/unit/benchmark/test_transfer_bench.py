@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import zmq
 
-from transfer_bench.mooncake import why_not
 from transfer_bench.pools import Pool, Shape, prompt_pages
 from transfer_bench.raw_sockets import (
     receive_frames,
@@ -50,8 +49,3 @@ def test_pages_and_slabs_carry_the_same_bytes(page_size: int) -> None:
         assert target.digest(places) == source.digest(pages)
         untouched = np.setdiff1d(np.arange(shape.num_pages), places)
         assert not target.array[:, untouched].any()
-
-
-def test_an_engine_that_is_absent_says_why() -> None:
-    assert "no_such_engine" in why_not("no_such_engine.engine")
-    assert why_not("json") == ""

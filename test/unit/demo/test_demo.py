@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kit.serving import Quiet, serving
-from sglang_tiered.demo.asking import ASKED, NUM_NEW, Answer, AskedServer, Client, glossary
+from sglang_tiered.demo.asking import NUM_NEW, Answer, AskedServer, Client
 from sglang_tiered.demo.command import (
     DEVICE,
     EXPECTED,
@@ -73,21 +73,6 @@ def test_every_rows_prompts_lie_in_its_tier(target: AskedServer) -> None:
         assert {lie[age] for age in ages} == {row}
 
 
-def test_the_demo_has_few_prompts_several_per_row() -> None:
-    assert make_plan(DEMO) == (
-        1537,
-        {DEVICE: range(3), HOST: range(6, 9), NVME: range(12, 15)},
-    )
-
-
-@pytest.mark.parametrize(
-    ("target", "row"),
-    [(pools(8192, 16_320, has_nvme=False), NVME), (pools(8192, 8192), HOST)],
-)
-def test_a_tier_that_gives_nothing_has_no_row(target: AskedServer, row: str) -> None:
-    assert [source for source, ages in make_plan(target)[1].items() if not ages] == [row]
-
-
 def test_a_device_too_small_is_refused() -> None:
     with pytest.raises(ConfigError, match="max-total-tokens"):
         make_plan(pools(100, 5000))
@@ -106,27 +91,6 @@ def rows() -> dict[str, dict[int, Answer]]:
         source: {number: answer(source, tier) for number in range(15 if source == FIRST else 3)}
         for source, tier in EXPECTED.items()
     }
-
-
-def test_the_table_shows_every_row_in_80_columns(
-    rows: dict[str, dict[int, Answer]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert show(document(rows, DEMO, is_here=True)) == 0
-    said = capsys.readouterr().out.splitlines()
-    lines = {source: line for line in said for source in EXPECTED if line.startswith(f"{source} ")}
-    assert max(map(len, said[1:])) <= 80
-    assert lines[FIRST].split()[-5:] == ["0", "0", "0", "23,055", "1.0x"]
-    assert lines[DEVICE].split()[-9:-5] == ["25", "(25", "to", "25)"]
-    for source, counts in {
-        DEVICE: ["4,608", "0", "0"],
-        HOST: ["0", "4,608", "0"],
-        KILLED: ["0", "0", "4,608"],
-    }.items():
-        assert lines[source].split()[-5:] == [*counts, "3", "8.0x"]
-    assert said[-1] == "All answers were equal, token by token."
 
 
 def test_one_differing_token_is_no_success(
@@ -184,15 +148,12 @@ def refusal(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--what"], "--what"),
         (["--url", "localhost:30000"], "pass http://HOST:PORT"),
-        (["--url", "http://["], "pass http://HOST:PORT"),
         (
             ["--url", "http://127.0.0.1:9"],
             "no SGLang server answers the demo at http://127.0.0.1:9",
         ),
         (["--json", "/nowhere/at/all.json"], "/nowhere/at/all.json cannot be written"),
-        (["--json", "/"], "/ cannot be written"),
     ],
 )
 def test_bad_input_is_refused_with_one_sentence(
@@ -248,10 +209,7 @@ def sglang(**given: Any) -> Iterator[str]:
     ("status", "info", "sentence"),
     [
         (200, b"<html>", "no SGLang server answers"),
-        (200, b"[]", "no SGLang server answers"),
-        (404, b"", "HTTP Error 404"),
         (401, b"", "wants no key"),
-        (200, {"internal_states": [{}]}, "no tiers"),
         (200, {"internal_states": [STATE, STATE]}, "several replicas"),
     ],
 )
@@ -300,26 +258,6 @@ def test_what_is_no_answer_ends_the_demo(chunks: list[dict[str, object]]) -> Non
         Client(url).ask([1])
 
 
-@pytest.mark.parametrize(
-    ("most_s", "asked"),
-    [
-        (0, {FIRST: [0], DEVICE: [0]}),
-        (60, {FIRST: [*range(15)], DEVICE: [14, 13, 12], HOST: [8, 7, 6], NVME: [2, 1, 0]}),
-    ],
-    ids=["a server that would take hours to fill", "one that is filled"],
-)
-def test_new_prompts_end_at_their_time(
-    most_s: float, asked: dict[str, list[int]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with sglang(chunks=answering()) as url:
-        demo = Demo(url)
-        demo.ask_rows(most_s)
-    assert {source: list(answers) for source, answers in demo.rows.items()} == asked
-    said = capsys.readouterr().out
-    assert "  admission: hahahaha (" in said
-    assert ("again: host" in said) == (HOST in asked)
-
-
 def test_a_terminal_obeys_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
     chunks = answering()
     chunks[-1]["text"] = "\x1b]0;owned\x07 \x1b[2J"
@@ -340,16 +278,6 @@ def test_no_two_prompts_share_a_first_page(length: int) -> None:
     assert length < 100 or len({tuple(prompt[-100:-70]) for prompt in prompts}) > 15
 
 
-def test_what_is_asked_stands_near_the_end() -> None:
-    meanings = glossary()
-    assert len(meanings) == 29
-    with sglang() as url:
-        for number, word in enumerate(ASKED):
-            prompt = bytes(Client(url).prompt(number, 700)).decode()
-            assert f"{word}: {meanings[word]}." in prompt
-            assert prompt.endswith(f'What does "{word}" mean?\nAnswer: {word}:')
-
-
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
@@ -359,12 +287,3 @@ def test_a_signal_waits_until_it_is_allowed(
     os.kill(os.getpid(), number)  # while a process is started, say
     with pytest.raises(raised), interruption.allowed():
         pytest.fail("went on")
-
-
-def test_impatience_does_not_stop_the_clean_up(interruption: Interruption) -> None:
-    with pytest.raises(KeyboardInterrupt), interruption.allowed():
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)

@@ -10,10 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 
 from kit.commands import ran
-from sglang_tiered.demo import model
 
 MAKER = Path(__file__).resolve().parents[3] / "scripts" / "make_demo_model.py"
 
@@ -107,35 +105,6 @@ def test_existing_other_folder_is_refused_and_untouched(model_dir: Path, tmp_pat
 def test_demo_model_never_changes_its_bytes(model_dir: Path) -> None:
     digest = hashlib.sha256((model_dir / "model.safetensors").read_bytes()).hexdigest()
     assert digest.startswith("480d0ec523d0b976")
-
-
-@pytest.mark.parametrize("shape", ["24m", "85m", "kv256", "kv512"])
-def test_shape_has_the_size_of_its_name(shape: str) -> None:
-    size = model.SHAPES[shape]
-    config = model.model_config(0, size)
-    assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
-    if shape.startswith("kv"):
-        per_layer = 2 * config["num_key_value_heads"] * config["head_dim"] * 4
-        assert config["num_hidden_layers"] * per_layer == int(shape[2:]) << 10
-    else:
-        kv = size.num_kv_heads * 64
-        per_layer = size.hidden_size * (2 * size.hidden_size + 2 * kv + 3 * size.intermediate_size)
-        millions = round(size.num_layers * per_layer / 1e6)
-        assert millions == pytest.approx(int(shape[:-1]), abs=1)
-
-
-def test_tokens_are_bytes_and_text_survives(model_dir: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    every_byte = {token: index for token, index in tokenizer.get_vocab().items() if index < 256}
-    assert len(every_byte) == 256
-    text = "naïve 日本語\n\t\0 'quoted'"
-    ids = tokenizer.encode(text).ids
-    assert bytes(ids) == text.encode()
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.encode("a<|end|>b").ids == [ord("a"), 257, ord("b")]
-    config = json.loads((model_dir / "config.json").read_text())
-    assert tokenizer.get_vocab_size() <= config["vocab_size"]
-    assert config["vocab_size"] % 64 == 0
 
 
 def test_greedy_text_depends_on_the_whole_prompt(model_dir: Path) -> None:
