@@ -42,20 +42,6 @@ def test_flipped_bit_and_short_transfers(tmp_path: Path) -> None:
     faulty.close(fd)
 
 
-def test_same_seed_same_failures(tmp_path: Path) -> None:
-    def outcomes(seed: int) -> list[bool]:
-        faulty, results = device(tmp_path, seed=seed, failure_rate=0.5), [True] * 50
-        for number in range(50):
-            try:
-                faulty.free_bytes()
-            except OSError:
-                results[number] = False
-        return results
-
-    assert outcomes(1) == outcomes(1) != outcomes(2)
-    assert 10 < sum(outcomes(1)) < 40
-
-
 def test_space_runs_out_and_comes_back(tmp_path: Path) -> None:
     faulty = device(tmp_path, writable_bytes=8192)
     faulty.close(faulty.create("a", 8192))
@@ -63,16 +49,6 @@ def test_space_runs_out_and_comes_back(tmp_path: Path) -> None:
         faulty.create("b", 4096)
     faulty.unlink("a")
     faulty.close(faulty.create("b", 4096))
-
-
-def test_chosen_jobs_fail_unseen_by_the_engine(make_run: MakeRun, blank: Blank) -> None:
-    engine = FaultyEngine(MemoryEngine(1 << 20), {1: Reason.IO_ERROR})
-    run = make_run(1, [100])
-    assert engine.submit_store(run).reasons == [Reason.OK]
-    failed = engine.submit_load(blank(run))
-    assert failed.done
-    assert failed.reasons == [Reason.IO_ERROR]
-    assert engine.submit_load(blank(run)).reasons == [Reason.OK]
 
 
 def test_held_jobs_finish_on_release(make_run: MakeRun, blank: Blank) -> None:

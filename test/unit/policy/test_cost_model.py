@@ -81,23 +81,6 @@ def test_load_is_declined_whose_copy_takes_longer() -> None:
     assert not costs.should_wait(num_saved=6400, num_before=0, left_s=0.01)
 
 
-def test_short_warm_up_does_not_price_long_prompts() -> None:
-    cost = PrefillCost()
-    before = cost.prices
-    cost.observe([(8, 0), (29, 0)], 1e-5)
-    assert cost.prices == before
-    assert cost.num_observed == 0
-
-
-def test_batch_counts_each_request_behind_its_prefix() -> None:
-    together, apart = PrefillCost(), PrefillCost()
-    for _ in range(50):
-        together.observe([(500, 0), (500, 4000)], 0.5)
-        apart.observe([(1000, 0)], 0.5)
-    # The same tokens with more pairs took as long, so each is believed to be cheaper.
-    assert together.prices[1] + 1000 * together.prices[2] < apart.prices[1] + 1000 * apart.prices[2]
-
-
 @pytest.mark.parametrize("num_bytes", [1 << 18, 1 << 22, 1 << 26])
 def test_noisy_loads_predict_a_load_within_a_third(num_bytes: int) -> None:
     expected = load_seconds(num_bytes)
@@ -119,12 +102,6 @@ def test_load_ends_at_a_usable_state() -> None:
     assert costs.plan(**asked, ends=[]).num_tokens == 0
     behind_a_queue = {**asked, "ends": [128, 2496, 3776], "ahead": (20_000,)}
     assert costs.plan(**behind_a_queue).num_tokens in (0, 128, 2496, 3776)
-
-
-def test_priors_use_an_ordinary_disk() -> None:
-    fresh = CostModel(page_tokens=64, bytes_per_token=BYTES_PER_TOKEN)
-    assert fresh.plan(num_held=2048, num_new=2100, num_before=0).num_tokens == 2048
-    assert fresh.plan(num_held=64, num_new=2100, num_before=0).num_tokens == 64
 
 
 @given(
@@ -215,9 +192,3 @@ def test_whatever_was_observed_costs_stay_finite_and_positive(
         cost.observe((fixed, size), seconds)
     assert all(0 <= price < math.inf for price in cost.prices)
     assert 0 < cost.predict((1.0, 1e7)) < math.inf
-
-
-def test_all_fixed_prefill_cost_reports_no_rate() -> None:
-    prefill = PrefillCost((1.0, 0.0, 0.0))
-    assert prefill.seconds(2048, 0) == 0
-    assert prefill.tokens_per_s is None

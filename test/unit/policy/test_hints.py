@@ -7,32 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_tiered.policy.cost_model import LoadPlan
-from sglang_tiered.policy.hints import LIFE_S, PIECE_TOKENS, HintQueue, piece_length, short_piece
+from sglang_tiered.policy.hints import PIECE_TOKENS, HintQueue, piece_length, short_piece
 
 PAGE = 64
-
-
-def test_hints_are_served_as_they_came() -> None:
-    queue = HintQueue[str](1000)
-    first, second = queue.add("a", 100, now=0.0), queue.add("b", 200, now=1.0)
-    assert queue.next() is first
-    queue.served(first, 60)
-    assert queue.next() is second and queue.num_tokens == 260
-    queue.drop(second, "why", now=2.0)
-    assert queue.next() is None and queue.num_tokens == 60
-    assert queue.get("b") is second and second.why_dropped == "why"
-
-
-def test_lives_end_in_order_dropped_ones_later() -> None:
-    queue = HintQueue[str](1000)
-    first, second = queue.add("a", 100, now=0.0), queue.add("b", 200, now=1.0)
-    assert queue.oldest() is first and first.until == LIFE_S
-    queue.drop(first, "over", now=LIFE_S)
-    assert queue.oldest() is second and first.until == 2 * LIFE_S
-    queue.remove("b")
-    assert queue.oldest() is first
-    queue.remove("a")
-    assert queue.oldest() is None and len(queue) == 0
 
 
 def test_one_hint_never_takes_more_than_all_may() -> None:

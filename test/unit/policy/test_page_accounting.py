@@ -58,23 +58,6 @@ def test_flush_takes_everything_and_says_what_was_dirty() -> None:
     assert accounting.num_dirty == 1
 
 
-def test_kv_without_a_host_page_is_counted() -> None:
-    accounting = PageAccounting(1, 1)
-    accounting.note_never_written(7)
-    assert left(accounting) == {EvictionOutcome.LOST_HOST_SHORT: 7} and accounting.num_dirty == 0
-
-
-@pytest.mark.parametrize(
-    "outcome", [outcome for outcome in EvictionOutcome if outcome is not EvictionOutcome.CLEAN]
-)
-def test_every_reason_is_told_apart(outcome: EvictionOutcome) -> None:
-    accounting = PageAccounting(4, 1)
-    accounting.note_written(pages(2))
-    accounting.note_stored(pages(2), [outcome])
-    accounting.note_freed(pages(2))
-    assert left(accounting) == {outcome: 1}
-
-
 @given(
     st.lists(
         st.tuples(

@@ -92,14 +92,6 @@ def test_pressure_dismisses_what_is_worth_least(steps: list[Any], gone: list[str
     residents.check_integrity()
 
 
-def test_resident_may_become_cheap_while_unused() -> None:
-    residents, _ = play(200, ("a", 100, 9.0), ("b", 100, 2.0))
-    residents.price_chain("a", 1.0)
-    residents.price_chain("unknown", 1.0)
-    residents.note_eviction(100)
-    assert residents.evict_chain() == "a"
-
-
 def test_stream_of_new_chains_replaces_unused_ones() -> None:
     residents = ResidentSet[int](100)
     residents.offer_chain(0, 100)
@@ -136,15 +128,6 @@ def test_tokens_of_a_growing_conversation_count_once() -> None:
     assert residents.offer_chain("turn 2", 200, beginnings=["turn 1"]).accepted
 
 
-def test_conversation_too_long_keeps_its_beginning() -> None:
-    residents = ResidentSet[str](200)
-    assert residents.offer_chain("turn 1", 100).accepted
-    assert residents.offer_chain("turn 2", 201, beginnings=["turn 1"]) == (False, [])
-    assert residents.offer_chain("other", 100).accepted
-    assert residents.offer_chain("turn 2", 150, beginnings=["turn 1"]) == (False, [])
-    assert "turn 1" in residents and "other" in residents
-
-
 def simulate(rounds: list[range], tier_chains: int, *, with_residents: bool) -> list[int]:
     """Hits of each round over chains of equal size in a least-recently-used tier."""
     size = 100
@@ -177,12 +160,6 @@ def test_rotation_larger_than_the_tier_still_hits() -> None:
     assert simulate(rounds, 9, with_residents=False) == [0, 0, 0, 0]
     with_residents = simulate(rounds, 9, with_residents=True)
     assert with_residents[0] == 0 and all(hits == 3 for hits in with_residents[1:])
-
-
-def test_dead_chains_leave_room_to_the_next_rotation() -> None:
-    rounds = [range(1000, 1016), *[range(48)] * 3]
-    hits = simulate(rounds, 9, with_residents=True)
-    assert hits[:2] == [0, 0] and hits[2] >= 2 and hits[3] >= 3
 
 
 def test_tier_that_holds_everything_is_not_made_worse() -> None:

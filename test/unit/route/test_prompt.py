@@ -30,15 +30,12 @@ def test_tokens_come_from_where_clients_put_them() -> None:
     "body",
     [
         {"input_ids": ["a", 1]},
-        {"input_ids": [1, "a"]},
         {"input_ids": [1, -1]},
         {"input_ids": [1, 1 << 40]},
-        {"input_ids": {}},
         {"messages": 3, "tools": "x", "stream": 1, "max_tokens": "many"},
         {"prompt": [[]], "sampling_params": [1]},
         {"input_ids": [1, 2], "extra_key": ["a", "b"]},
         {"input_ids": [1, 2], "lora_path": "a"},
-        {"input_ids": [1, 2], "model": "base:adapter"},
     ],
 )
 def test_strange_bodies_go_by_their_bytes(body: dict[str, Any]) -> None:
