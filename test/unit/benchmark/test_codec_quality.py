@@ -3,34 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 import measure_codec_quality as quality
-from sglang_tiered.demo.server import RANDOM, demo_model
-
-
-@pytest.fixture(scope="module")
-def judge() -> Iterator[quality.Judge]:
-    with torch.inference_mode():
-        yield quality.Judge(demo_model(RANDOM)[1])
-
-
-def test_questions_asked_together_see_each_other(
-    judge: quality.Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quality, "DOCUMENT", 128)
-    monkeypatch.setattr(quality, "QUESTIONS", ("Why?", "When was this written?"))
-    piece = quality.Piece("text", judge.tokens("A page of some text. " * 10))
-    prefix, questions = quality.document_prompts(judge, piece)
-    assert len(prefix) == 128
-    found = quality.answer(judge, piece)
-    for name, kv in judge.variants(prefix).items():
-        for question, together in zip(questions, found[name], strict=True):
-            alone = judge.model.resume(kv, question, quality.NUM_NEW).tokens
-            assert quality._until(alone, judge.end) == together, name
 
 
 def test_perplexity_is_of_all_tokens_together() -> None:

@@ -65,18 +65,6 @@ def test_two_commands_leave_time_to_spare() -> None:
     assert sum(expected.values()) <= command.FIRST
 
 
-def test_parts_share_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_device", lambda: "a device")
-    monkeypatch.setattr(command, "LEAST_S", 1.0)
-    monkeypatch.setattr(command, "RESERVE_S", 0.0)
-    given = ["--seconds", "4", "--disk", str(tmp_path)]
-    code, parts = run(tmp_path, monkeypatch, "hangs", "skips", "fails", given=given)
-    assert code == 1
-    assert parts["hangs"]["outcome"].startswith("stopped after")
-    assert parts["hangs"]["figures"][0]["value"] == 2.0
-    assert {parts[name]["outcome"] for name in ("skips", "fails")} == {"no time was left"}
-
-
 def test_no_server_of_a_stopped_part_lives_on(tmp_path: Path) -> None:
     server = subprocess.Popen(["sleep", "600"], start_new_session=True)
     (tmp_path / "servers").write_text(f"{server.pid}\n")

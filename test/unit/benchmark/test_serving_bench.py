@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from kit.commands import ran
 from kit.samples import make_bench, sample
-from serving_bench.disk_added import _Pairs, _report, share_from
+from serving_bench.disk_added import _Pairs, _report
 from serving_bench.measures import (
     Outcome,
     hit_rate,
@@ -26,8 +25,6 @@ from serving_bench.measures import (
 from serving_bench.setting import QUICK, Geometry
 from serving_bench.systems import (
     SYSTEMS,
-    Fleet,
-    UnequalSystemsError,
     launch_arguments,
 )
 
@@ -51,12 +48,6 @@ def test_the_hit_rate_counts_whole_pages_seen_before() -> None:
     assert hit_rate(taken) == 0.75
     assert hits_by_tier(taken) == {"device": 0, "host": 64, "storage": 128}
     assert hit_rate([sample()]) == 0.0
-
-
-def test_a_side_that_missed_a_due_hit_shows() -> None:
-    taken = [sample(reusable=150, storage=128), sample(reusable=150, host=128)]
-    assert share_from(taken, "host", "device") == 0.5
-    assert share_from(taken, "storage") == 0.5
 
 
 def test_noise_above_the_divisor_leaves_no_ratio(tmp_path: Path) -> None:
@@ -107,17 +98,6 @@ def test_every_system_gets_equal_memory_and_cap(tmp_path: Path) -> None:
     assert "--hicache-storage-backend" not in given["hicache-host"]
     # A policy of ours would not be SGLang's default.
     assert "--hicache-storage-prefetch-policy" not in given["hicache-file"]
-
-
-def test_a_host_tier_of_another_size_is_refused() -> None:
-    geometry = Geometry(device_tokens=4096, host_ratio=2)
-    fleet = Fleet(geometry)
-    for name, tokens in (("stock", 0), ("tiered", 8256)):
-        fleet.systems[name] = SimpleNamespace(host_tokens=tokens)  # type: ignore[assignment]
-    assert fleet.check_equal_memory() == {"stock": 0, "tiered": 8256}
-    fleet.systems["tiered"].host_tokens = 8192  # type: ignore[misc]
-    with pytest.raises(UnequalSystemsError, match="8192 host tokens where 8256"):
-        fleet.check_equal_memory()
 
 
 @pytest.mark.parametrize(

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import psutil
 import pytest
 
 from kit.samples import sample
 from serving_bench.balanced import ideal_s, paced_bytes_per_s, prefill_s_per_token
 from serving_bench.neighbour import busy_cores
-from serving_bench.paced_disk import PacedDisk, Read, achieved_bytes_per_s
+from serving_bench.paced_disk import Read, achieved_bytes_per_s
 from serving_bench.regret import regrets
-from serving_bench.setting import FULL
-from serving_bench.systems import ALWAYS, SYSTEMS, launch_arguments
+from serving_bench.systems import ALWAYS
 from serving_bench.users import BUSY, think_s
-
-READER = """
-import sys, time
-from pathlib import Path
-from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
-device = FileDevice(Path(sys.argv[1]), direct=False)
-fd = device.create("region", 1 << 20)
-page = aligned_buffer(1 << 16)
-for number in range(4):
-    assert device.readv(fd, [page], number << 16) == 1 << 16
-"""
 
 
 def test_the_ideal_shares_work_between_both_ends() -> None:
@@ -53,20 +36,6 @@ def test_reads_side_by_side_share_one_disk() -> None:
     assert achieved_bytes_per_s([]) == 0.0
 
 
-def test_a_paced_disk_reads_at_its_speed(tmp_path: Path) -> None:
-    disk = PacedDisk(tmp_path)
-    disk.set_speed(1 << 20)
-    (tmp_path / "store").mkdir()
-    command = [sys.executable, "-c", READER, str(tmp_path / "store")]
-    environment = {**os.environ, **disk.environment("tiered")}
-    subprocess.run(command, env=environment, check=True, timeout=60)
-    reads = disk.reads("tiered")
-    assert [read.num_bytes for read in reads] == [1 << 16] * 4
-    assert 0.5 * (1 << 20) < achieved_bytes_per_s(reads) <= 1 << 20
-    assert disk.reads("tiered", start=3) == reads[3:]
-    assert disk.reads("stock") == []
-
-
 def test_thinking_times_keep_a_server_busy() -> None:
     # Five users of a server that takes 0.1 s for each request, one after the other.
     taken = [sample(started_s=i / 10, latency_s=0.1) for i in range(50)]
@@ -83,16 +52,6 @@ def test_regret_is_over_the_better_of_both() -> None:
         "stock": [sample(ttft_s=2.0), sample(ttft_s=0.9)],
     }
     assert regrets(taken) == pytest.approx([1.1, 1.0])
-
-
-def test_always_differs_by_its_policy_alone(tmp_path: Path) -> None:
-    geometry = FULL.main
-    given = launch_arguments(ALWAYS, geometry, tmp_path / ALWAYS)
-    default = launch_arguments("tiered", geometry, tmp_path / "tiered")
-    assert given[-2:] == ["--tier-load", "always"]
-    assert "--tier-load" not in default
-    assert len(given) == len(default) + 2
-    assert ALWAYS not in SYSTEMS
 
 
 def test_neighbours_end_with_what_they_disturb() -> None:

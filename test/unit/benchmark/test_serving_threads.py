@@ -5,21 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from serving_bench.processor_time import (
-    between,
-)
 from serving_bench.stored_soon import Turn, Watch
-
-
-def test_time_of_ended_threads_is_not_lost() -> None:
-    before = {(1, 0): ("s: ended", 5.0), (1, 1): ("s", 3.0), (1, 2): ("s: writer", 2.0)}
-    after = {
-        (1, 0): ("s: ended", 9.0),
-        (1, 1): ("s", 4.0),
-        (1, 3): ("s: reader", 1.0),
-        (1, 4): ("s: reader", 0.5),
-    }
-    assert between(before, after) == {"s": 1.0, "s: reader": 1.5, "s: ended": 1.5}
 
 
 def test_a_turn_never_seen_stored_ages_on() -> None:

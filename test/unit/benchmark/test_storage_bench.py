@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 
 from sglang_tiered.storage.region import reader
-from storage_bench import idle_section
 from storage_bench.figures import (
     DifferentBytesError,
     quotients,
     summarize,
 )
 from storage_bench.host_memory import HostPages
-from storage_bench.keys import make_keys
 from storage_bench.own_engine import unverified_loads
-from storage_bench.trace_section import PageLru
 from storage_bench.workspace import UnusableDirectoryError, Workspace
 
 
@@ -50,15 +47,6 @@ def test_verification_returns_even_after_a_failure() -> None:
     assert dict(vars(reader)) == before
 
 
-def test_the_simulated_lru_counts_leading_hits_only() -> None:
-    lru = PageLru(3)
-    a, b, c, d = make_keys("lru", 4)
-    assert lru.access([a, b, c]) == 0
-    assert lru.access([a, b, d]) == 2  # c goes: it was used least recently
-    assert lru.access([a, c, b]) == 1  # b is held, but behind a miss
-    assert lru.access([a, c, b]) == 3
-
-
 def test_figures_from_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storage_bench.workspace._filesystem_here", lambda _: "tmpfs")
     with pytest.raises(UnusableDirectoryError, match="--allow-tmpfs"):
@@ -72,12 +60,3 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
         (folder / "page").write_bytes(b"x")
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
-
-
-def test_idle_conversations_are_found_after_every_restart(tmp_path: Path) -> None:
-    found = idle_section.measure(tmp_path, num_conversations=80, num_samples=1)
-    assert found.num_regions == 2  # 1,280 pages of 4 KiB
-    for name in idle_section.RESTARTS:
-        (one,) = found.opened[name]
-        assert one["open_s"] > 0
-        assert len(one["lookup_s"]) == 800

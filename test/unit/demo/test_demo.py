@@ -112,8 +112,6 @@ def test_a_recomputed_row_is_no_success(
     assert capsys.readouterr().err.endswith(f"expected: {source}\n")
 
 
-
-
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -75,16 +74,6 @@ def test_bytes_depend_on_the_seed_alone(model_dir: Path, tmp_path: Path) -> None
         assert (model_dir / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
     weights = "model.safetensors"
     assert (model_dir / weights).read_bytes() != (tmp_path / "other" / weights).read_bytes()
-
-
-def test_processes_that_race_leave_one_whole_model(model_dir: Path, tmp_path: Path) -> None:
-    out_dir = tmp_path / "raced"
-    with ThreadPoolExecutor(max_workers=3) as pool:
-        results = list(pool.map(lambda _: make(out_dir), range(3)))
-    assert [result.returncode for result in results] == [0, 0, 0], results
-    assert [path.name for path in tmp_path.iterdir()] == ["raced"]
-    for path in model_dir.iterdir():
-        assert path.read_bytes() == (out_dir / path.name).read_bytes(), path.name
 
 
 def test_existing_other_folder_is_refused_and_untouched(model_dir: Path, tmp_path: Path) -> None:

@@ -183,20 +183,6 @@ def test_prefill_that_waits_for_loads_gives_nobody() -> None:
         assert watch(balance(), idle | busy, 3 * COOLDOWN_S) is not None, "decode may be why"
 
 
-def test_moving_decode_load_decides_nothing() -> None:
-    """Whichever role would give a server: answers of what prefill did just now are to come yet."""
-    for half, levels in ((0.9, (0.1, 0.3)), (0.1, (0.5, 0.95))):
-        policy = balance()
-        for now in range(4 * int(COOLDOWN_S)):
-            level = levels[0] + (levels[1] - levels[0]) * min(1.0, now / (3 * COOLDOWN_S))
-            level = level if half > 0.5 else levels[1] + levels[0] - level
-            servers = dict.fromkeys("ab", prefill(half)) | dict.fromkeys("cd", decode(level))
-            switch = policy.look(now, servers)
-            if COOLDOWN_S < now < 3 * COOLDOWN_S:
-                assert switch is None and policy.why in ("trailing", "calm")
-        assert policy.why != "trailing"
-
-
 def test_steps_never_in_time_are_no_load() -> None:
     """Steps take 25 ms with one request as with all, and 20 ms is wanted."""
     servers = timed_servers((10, 1000, 10), (0, 10_000), lambda b: 0.025)

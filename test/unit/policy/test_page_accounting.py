@@ -46,18 +46,6 @@ def test_page_nobody_told_of_is_unoffered(is_loaded: bool) -> None:
     accounting.check_integrity()
 
 
-def test_flush_takes_everything_and_says_what_was_dirty() -> None:
-    accounting = PageAccounting(8, 1)
-    accounting.note_written(pages(0, 1, 2))
-    accounting.note_stored(pages(1), [EvictionOutcome.CLEAN])
-    accounting.note_flushed()
-    accounting.note_flushed()
-    assert left(accounting) == {EvictionOutcome.CLEAN: 1, EvictionOutcome.LOST_FLUSHED: 2}
-    assert accounting.num_dirty == 0
-    accounting.note_written(pages(0))
-    assert accounting.num_dirty == 1
-
-
 @given(
     st.lists(
         st.tuples(

@@ -9,16 +9,6 @@ from hypothesis import strategies as st
 from sglang_tiered.policy.queue_wait import HALF_LIFE, QueuePlace, QueueWait
 
 
-def test_first_guess_is_one_prefill_after_another() -> None:
-    queue = QueueWait()
-    places: list[QueuePlace] = []
-    for number in range(5):
-        assert queue.seconds(is_busy=True) == pytest.approx(0.1 * number)
-        places.append(queue.arrives(None, 0.1, now=0.0, is_busy=True))
-    queue.admitted(places[0], 0.0)
-    assert queue.seconds(places[3], is_busy=True) == pytest.approx(0.2)  # of 1 and 2
-
-
 @pytest.mark.parametrize("slowness", [0.25, 8.0])
 def test_queue_that_moves_at_another_speed_is_noticed(slowness: float) -> None:
     """Batches hold several requests; full memory or running decodes hold all of them up."""

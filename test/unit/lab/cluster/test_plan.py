@@ -11,7 +11,7 @@ import pytest
 from kit.commands import cli_of
 from kit.talks import talk_lines
 from sglang_tiered_lab.cluster.cli import main
-from sglang_tiered_lab.cluster.planner import Fleet, Planner, fewest_servers, largest_speed
+from sglang_tiered_lab.cluster.planner import Fleet, Planner, largest_speed
 from sglang_tiered_lab.cluster.published_settings import distserve
 from sglang_tiered_lab.trace.cluster.plan import Plan
 from sglang_tiered_lab.trace.cluster.profiles import load_profiles
@@ -59,18 +59,6 @@ def test_largest_speed_is_where_the_goal_is_met() -> None:
     assert planner.simulate(None).goodput >= 0.9
     faster = dataclasses.replace(planner.plan, speed=1.3 * speed)
     assert Planner(faster, requests, fleet).simulate(None).goodput < 0.9
-
-
-def test_fewest_servers_meet_the_goal() -> None:
-    fleet = Fleet(((H100, 4),))
-    requests = talks(120)
-    found = fewest_servers(plan(fleet, speed=8.0), requests, fleet, 0.9, 32)
-    assert found is not None
-    number, split = found
-    assert 1 < number < 32
-    smaller = fleet.scaled(number)
-    assert Planner(plan(fleet, speed=8.0), requests, smaller).simulate(split).goodput >= 0.9
-    assert fewest_servers(plan(fleet, speed=500.0), requests, fleet, 0.9, 2) is None
 
 
 def test_disaggregation_wins_where_its_authors_say() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -132,28 +131,3 @@ def test_an_output_that_exists_is_left_alone(cli: Cli, trace: Path, tmp_path: Pa
 )
 def test_an_impossible_command_line_is_one_sentence(cli: Cli, arguments: tuple[str, ...]) -> None:
     assert cli(*arguments).refusal.startswith("sglang-tiered: ")
-
-
-def test_ctrl_c_ends_quietly_and_leaves_no_file(tmp_path: Path) -> None:
-    target = tmp_path / "large.json"
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "sglang_tiered_lab.trace.cli", "generate"),
-            *("--num-conversations", "1000000", "--sharegpt", str(target)),
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        # Once it writes: between making the file and that, nobody is there yet to remove it.
-        while process.poll() is None and not any(
-            path.stat().st_size for path in tmp_path.iterdir()
-        ):
-            os.sched_yield()
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    assert stderr == "sglang-tiered: stopped\n"
-    assert not list(tmp_path.iterdir())

@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sglang_tiered_lab.trace.cluster import POLICIES
 from sglang_tiered_lab.trace.cluster.books import Knowledge
 from sglang_tiered_lab.trace.cluster.outcome import Outcome
 from sglang_tiered_lab.trace.cluster.plan import Change, Member, Plan
 from sglang_tiered_lab.trace.cluster.profiles import load_profiles
-from sglang_tiered_lab.trace.cluster.residency import Residency
 from sglang_tiered_lab.trace.cluster.server import Job
 from sglang_tiered_lab.trace.cluster.simulation import Simulation, run_cluster
 from sglang_tiered_lab.trace.replay.server import Request
@@ -133,40 +130,3 @@ def test_predicted_admission_sheds_the_last_class_only() -> None:
     assert admitted("soft", **hopeless).num_shed == 0
     assert admitted("predicted", **hopeless).num_shed == len(requests)
     assert admitted("queue", max_waiting=1).num_shed > 0
-
-
-blocks = st.lists(st.integers(0, 6), unique=True, max_size=6)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), blocks, st.booleans()), max_size=14),
-    st.lists(st.integers(0, 7), unique=True, min_size=1, max_size=7),
-)
-def test_one_walk_finds_what_each_holds(
-    events: list[tuple[int, int, list[int], bool]], prompt: list[int]
-) -> None:
-    index = Residency(4)
-    held: set[tuple[int, int, int]] = set()  # tier (3: the bucket), server, block
-    for server, tier, units, is_added in events:
-        bits = index.bits(server, () if tier == 3 else (tier,), bucket=tier == 3)
-        where = 0 if tier == 3 else server
-        (index.add if is_added else index.remove)(units, bits)
-        changed = {(tier, where, unit) for unit in units}
-        held = held | changed if is_added else held - changed
-    found = index.match(prompt)
-
-    def leading(tiers: set[int], servers: set[int]) -> int:
-        for count, unit in enumerate(prompt):
-            if not any((tier, one, unit) in held for tier in tiers for one in servers):
-                return count
-        return len(prompt)
-
-    for server in range(4):
-        assert found.device.get(server, 0) == leading({0}, {server})
-        assert found.memory.get(server, 0) == leading({0, 1}, {server})
-        assert found.local.get(server, 0) == leading({0, 1, 2}, {server})
-    assert found.peer == leading({2}, set(range(4)))
-    assert found.bucket == leading({2, 3}, set(range(4)))
-    one = found.one(0, UNIT * len(prompt), UNIT)
-    assert one.device + one.host + one.nvme == UNIT * found.local.get(0, 0)

@@ -41,15 +41,6 @@ def ask(at_s: float, prompt: int, num_tokens: int, num_new: int = 1) -> Request:
     return Request(at_s, num_tokens, num_new, range(first, first - (-num_tokens // PAGE)), False)
 
 
-def test_what_decodes_is_in_device_memory_once() -> None:
-    """Beside a long answer of half the memory the other half serves as cache."""
-    long = ask(0, 0, 30 * PAGE, num_new=10_000)
-    kind = dataclasses.replace(SMALL, kv_tokens=64 * PAGE + 10_000)
-    found = serve([long, ask(1, 1, 30 * PAGE), ask(2, 1, 30 * PAGE)], kind)
-    assert found.done_s[0] > 5
-    assert found.hit_tokens["device"] == 29 * PAGE
-
-
 def test_prompts_that_wait_are_prefilled_together() -> None:
     hardware = SMALL.hardware
     prompts = [ask(0, 0, 10 * PAGE), *(ask(1e-4, n, 5 * PAGE) for n in (1, 2, 3))]

@@ -15,7 +15,6 @@ import pytest
 from sglang_tiered_lab.trace.cluster.outcome import Outcome
 from sglang_tiered_lab.trace.cluster.plan import Member, Plan
 from sglang_tiered_lab.trace.cluster.profiles import load_profiles
-from sglang_tiered_lab.trace.cluster.residency import DEVICE, HOST, NVME
 from sglang_tiered_lab.trace.cluster.simulation import Simulation, run_cluster
 from sglang_tiered_lab.trace.replay.server import Request
 
@@ -97,15 +96,3 @@ def test_a_switch_loses_nobody(policy: str) -> None:
     assert not any(run.books.num_requests)
     switched = outcome.switches[0][1]
     assert run.servers[switched].computed_tokens > 0, "it prefills now"
-
-
-def test_a_switch_empties_memory_and_keeps_nvme() -> None:
-    run = Simulation(plan(3, speed=1.0), PROMPTS[:20])
-    run.run()
-    server = run.servers[0]
-    held = set(server.tiers[NVME].units)
-    gone = server.switch("decode")
-    assert held and set(gone[DEVICE]) <= held
-    assert not server.tiers[DEVICE].units and not list(server.tiers[HOST].units)
-    assert set(server.tiers[NVME].units) == held
-    assert server.role == "decode"

@@ -32,26 +32,6 @@ SHAREGPT = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWE
 OPENAI = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
 
 
-def test_recorded_requests_need_no_answer(tmp_path: Path) -> None:
-    rows = [
-        {"session_id": "s", "timestamp": 500, "messages": OPENAI[:1], "output_length": 7},
-        {"session_id": "s", "delay": 250, "messages": [*OPENAI, OPENAI[0]], "output_length": 8},
-    ]
-    (first, second), tally = read(tmp_path / "file", rows)
-    assert tally.summary() is None
-    assert (first.conversation, first.output_length, first.arrival_s) == ("s", 7, 0.5)
-    assert (second.conversation, second.output_length, second.arrival_s) == ("s", 8, 0.75)
-    assert second.input_length > 2 * first.input_length - 8
-    payloads = [
-        {"messages": row["messages"], "max_completion_tokens": row["output_length"]} for row in rows
-    ]
-    inputs = json.dumps({"data": [{"session_id": "s", "payloads": payloads}]}, indent=2)
-    sent, tally = read(tmp_path / "file", inputs)
-    assert tally.summary() is None
-    turns = [("s", 1, first.block_ids), ("s", 2, second.block_ids)]
-    assert [(one.conversation, one.turn, one.block_ids) for one in sent] == turns
-
-
 def test_parquet_is_read_like_json(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from sglang_tiered_lab.trace import sharegpt_model
-from sglang_tiered_lab.trace.cli import main
-
-
-def generate(folder: Path, *flags: object) -> dict[str, bytes]:
-    folder.mkdir()
-    files = ("--sharegpt", folder / "a.json", "--mooncake", folder / "a.jsonl")
-    assert main(["generate", *map(str, flags), *map(str, files)]) == 0
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_a_seed_decides_every_byte(tmp_path: Path) -> None:
-    flags = ("--num-conversations", 50)
-    first = generate(tmp_path / "first", *flags, "--seed", 3)
-    assert first == generate(tmp_path / "again", *flags, "--seed", 3)
-    other = generate(tmp_path / "other", *flags, "--seed", 4)
-    assert first.keys() == other.keys()
-    assert all(first[name] != other[name] for name in first)
 
 
 def test_conversations_have_the_published_means() -> None:

@@ -81,23 +81,6 @@ def test_a_conversation_is_used_until_it_breaks(
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        ('"value": "hello"', '"value": "hello'),  # a quote is missing
-        ('"no"}]', '"no"}'),  # a bracket
-        (', {"from": "gpt", "value": "hello"}', ", {,}"),
-    ],
-)
-def test_damage_in_a_row_costs_that_row_only(tmp_path: Path, damage: tuple[str, str]) -> None:
-    rows = [json.dumps(TALK) for _ in range(5)]
-    rows[1] = rows[1].replace(*damage, 1)
-    assert rows[1] != rows[0]
-    requests, tally = read(written(tmp_path, "[" + ",\n".join(rows) + "]"))
-    assert len(requests) == 8
-    assert tally.num_skipped in (1, 2)
-
-
-@pytest.mark.parametrize(
     ("content", "what"),
     [
         (b"", "is empty"),

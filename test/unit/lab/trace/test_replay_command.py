@@ -47,20 +47,6 @@ def test_every_policy_is_in_table_and_json(
         assert sum(run["units_hit"].values()) + run["units_missed"] == run["num_units"]
 
 
-def test_parts_of_a_fleet_add_up_to_it(trace: Path, tmp_path: Path) -> None:
-    found = []
-    for name, words in (("all", ()), ("a", ("0-1",)), ("b", ("2-4",))):
-        only = ("--only-servers", *words) if words else ()
-        file = tmp_path / f"{name}.json"
-        fleet = ("--servers", "5", "--replicate", "3", "--policy", "tiered,infinite", *only)
-        assert main(["replay", str(trace), *SIZES, *fleet, "--json", str(file)]) == 0
-        found.append(json.loads(file.read_text())["raw"]["runs"])
-    for whole, *parts in zip(*found, strict=True):
-        assert all(part["num_requests"] for part in parts)
-        for count in ("num_requests", "num_tokens", "units_missed", "nvme_bytes_loaded"):
-            assert whole[count] == sum(part[count] for part in parts), count
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import re
 from pathlib import Path
 
@@ -82,16 +81,6 @@ def test_a_hit_costs_its_new_tokens_or_one() -> None:
     assert totals.units_hit == {"device": 4, "host": 0, "nvme": 0}
 
 
-@pytest.mark.parametrize("kind", [HiCacheStack, TieredStack])
-def test_pages_evicted_from_host_return_from_nvme(kind: type[HiCacheStack | TieredStack]) -> None:
-    totals, _ = serve(
-        kind, sizes(10, 20, 400), [request(0, 1, 2, 3, 4), *FILLERS, request(200, 1, 2, 3, 4)]
-    )
-    assert totals.units_hit == {"device": 0, "host": 0, "nvme": 4}
-    assert totals.nvme_bytes_loaded >= 4 * UNIT * 1000
-    assert totals.units_lost_unspilled == 0
-
-
 def test_hicache_goes_on_without_pages_after_its_deadline() -> None:
     """One unit of 64 tokens takes 10 s: 1 s and 0.25 s per 1,024 tokens later nothing is there."""
     prompt = [request(0, 1, 2, 3, 4), *FILLERS, request(200, 1, 2, 3, 4)]
@@ -124,30 +113,6 @@ def test_tiered_keeps_its_write_budget_and_counts_drops() -> None:
     assert held.nvme_bytes_stored < 0.2 * budget
     assert sum(held.units_dropped.values()) > 700
     assert held.units_lost_unstored > 0
-
-
-@pytest.mark.parametrize("kind", [HiCacheStack, TieredStack])
-def test_the_host_tier_never_keeps_a_headless_prefix(
-    kind: type[HiCacheStack | TieredStack],
-) -> None:
-    """In a tree only leaves go. Here single units do, in an order that must come to the same, also
-    for chains that were kept out of the order for a while."""
-    choose = random.Random(3)
-    chains: list[list[int]] = [[0]]
-    totals = Totals()
-    stack = kind(sizes(40, 120, 4000), HARDWARE, totals, unit_tokens=UNIT)
-    server = Server(stack, HARDWARE, totals, unit_tokens=UNIT)
-    for i in range(1, 500):
-        above = choose.choice(chains[-30:])
-        chains.append([*above[: choose.randint(1, 25)], *range(10 * i, 10 * i + 8)])
-        server.submit(request(100.0 * i, *chains[-1]))
-        kept = stack._host.units.keys() | stack._parked.keys() | stack._device.units.keys()
-        for chain in chains:
-            held = [unit in kept for unit in chain]
-            assert held == sorted(held, reverse=True), (i, chain)
-    server.close()
-    assert totals.units_hit["host"] > 0
-    assert totals.units_hit["nvme"] > 0
 
 
 def test_loads_and_stores_share_all_device_time() -> None:

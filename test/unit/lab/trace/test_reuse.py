@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kit.talks import make_request
 from sglang_tiered_lab.trace.reader import read_trace
 from sglang_tiered_lab.trace.reuse import measure
 from sglang_tiered_lab.trace.sessions import with_sessions
@@ -57,12 +56,3 @@ def test_inferred_turns_are_those_published(
     assert max(turn or 0 for turn in turns) == deepest
     for turn, percent in enumerate(shares, start=1):
         assert round(100 * turns.count(turn) / len(turns), 1) == percent
-
-
-def test_a_last_block_weighs_its_tokens_only() -> None:
-    request = make_request((1, 2), block_tokens=10, missing=9)
-    reuse = measure([request, make_request((1,), block_tokens=10)])
-    assert reuse.hit_rate() == 1 / 3
-    assert reuse.token_hit_rate() == 10 / 21
-    assert reuse.token_hit_rate(1) == 0
-    assert reuse.request_hits().tolist() == [0, 1]

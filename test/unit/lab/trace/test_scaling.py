@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kit.talks import make_request
-from sglang_tiered.errors import TraceError
 from sglang_tiered_lab.trace.reader import read_trace
 from sglang_tiered_lab.trace.request import TraceRequest
 from sglang_tiered_lab.trace.reuse import measure
@@ -35,22 +34,6 @@ def test_sessions_are_inferred_and_drawn_whole(trace: list[TraceRequest]) -> Non
         assert len({request.conversation for request in drawn}) == 1
         assert [request.turn for request in drawn] == [1, 2]
         assert drawn == scale(trace, Scaling(num_sessions=1, seed=seed))
-
-
-@pytest.mark.parametrize(
-    ("scaling", "what"),
-    [
-        (Scaling(tokens_max=3), "its blocks of 512 would vanish"),
-        (Scaling(tokens_max=10, block_tokens=64), "no request fits 10 tokens"),
-        (Scaling(tokens_max=4, block_tokens=1), "no request fits|cannot all differ"),
-    ],
-)
-def test_what_cannot_be_scaled_is_one_sentence(
-    trace: list[TraceRequest], scaling: Scaling, what: str
-) -> None:
-    with pytest.raises(TraceError, match=what) as caught:
-        scale(trace, scaling)
-    assert str(caught.value).endswith(".")
 
 
 def test_the_conversation_trace_keeps_its_curve(published: Callable[[str], Path]) -> None:
