@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -93,24 +92,6 @@ def test_the_emptiest_server_gives_its_role_up() -> None:
     assert switch and switch.server == "idle"
 
 
-def test_who_may_be_dead_keeps_no_floor() -> None:
-    """Of two that decode one is late with its costs: the other is not taken away. Nor is it asked
-    itself, whoever else refused before."""
-    servers = {"a": prefill(0.9), "b": decode(0.1), "late": decode(0.2)}
-    policy = balance()
-    for now in range(2 * int(COOLDOWN_S)):
-        assert policy.look(now, servers, {"late"}) is None
-    assert policy.why == "floor"
-    servers["c"] = decode(0.1)
-    for server in "bcbc":
-        until = (now := now + 1) + 40 * int(COOLDOWN_S)
-        switch = None
-        while switch is None and now < until:
-            switch, now = policy.look(now, servers, {"late"}), now + 1
-        assert switch and switch.server == server
-        policy.ended(switch, now, switched=False, again=True)
-
-
 @pytest.mark.parametrize(
     ("hung", "others", "role", "why"),
     [
@@ -143,16 +124,6 @@ def test_a_role_below_its_floor_gets_a_server(half: str) -> None:
         switch = watch(policy, there, 2 * COOLDOWN_S)
         assert switch and (switch.server, switch.role) == ("c", half)
         assert policy.loads[HALVES.index(half)] == pytest.approx(0.1 if "a" in there else 0.0)
-
-
-def test_nobody_switches_beside_another() -> None:
-    """Whoever ordered that. Load is measured anew after it."""
-    servers = {"a": prefill(0.9), "b": decode(0.1), "c": decode(0.1)}
-    policy = balance()
-    for now in range(2 * int(COOLDOWN_S)):
-        assert policy.look(now, servers, is_switching=now > 20) is None
-    assert policy.why == "switching" and math.isnan(policy.loads[0])
-    assert watch(policy, servers, COOLDOWN_S) is not None
 
 
 def test_each_refusal_doubles_the_time_to_the_next() -> None:

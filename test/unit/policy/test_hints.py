@@ -48,10 +48,8 @@ def test_pieces_of_any_size_come_to_an_end(num_pages: int, page: int, piece: int
     ("late_s", "load_s", "saved_s", "piece"),
     [
         (0.0, 1e-4, 1e-3, 2048),
-        (0.0, 1e-3, 2e-3, 192),
         (0.0, 0.1, 0.2, 128),  # a page takes long already
         (0.3, 1e-4, 5e-4, 2048),  # late, it still pays
-        (0.3, 1e-3, 1.2e-3, 1536),
         (0.3, 1e-3, 1.15e-3, 2048),
     ],
 )

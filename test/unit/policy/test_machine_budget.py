@@ -17,12 +17,6 @@ def member(cap: int, *, floor: int = 10, **more: Any) -> StoreShare:
     )
 
 
-def test_what_nobody_has_is_taken_first() -> None:
-    members = {"a": member(50, wants_bytes=8, coldest_s=1.0), "b": member(45)}
-    assert grant(TOTAL, members, "a") == 5
-    assert recall(TOTAL, members, "a") == {"b": 42}, "and what lacks is asked for"
-
-
 def test_floors_are_lent_to_nobody() -> None:
     members = {"a": member(80, wants_bytes=50, coldest_s=0.0), "b": member(0, held_bytes=0)}
     assert grant(TOTAL, members, "a") == 10

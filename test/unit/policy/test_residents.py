@@ -95,19 +95,6 @@ def test_memory_of_past_chains_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(residents._last_used) == 10
 
 
-def test_tokens_of_a_growing_conversation_count_once() -> None:
-    residents = ResidentSet[str](300)
-    assert residents.offer_chain("turn 1", 100).accepted
-    assert residents.offer_chain("turn 2", 200, beginnings=["turn 1"]) == (True, ["turn 1"])
-    assert residents.offer_chain("turn 3", 300, beginnings=["turn 1", "turn 2"]).accepted
-    assert residents.num_tokens == 300
-    assert not residents.offer_chain("turn 2", 200, beginnings=["turn 1"]).accepted
-    assert residents.num_tokens == 300
-    residents.check_integrity()
-    assert residents.evict_chain() == "turn 3"
-    assert residents.offer_chain("turn 2", 200, beginnings=["turn 1"]).accepted
-
-
 def simulate(rounds: list[range], tier_chains: int, *, with_residents: bool) -> list[int]:
     """Hits of each round over chains of equal size in a least-recently-used tier."""
     size = 100

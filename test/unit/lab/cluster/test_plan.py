@@ -90,7 +90,6 @@ def test_a_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFix
     ("words", "sentence"),
     [
         (("/no/such.jsonl",), "cannot be read"),
-        (("--ttft", "2"), "is not a time above zero"),
         (("--price", "h1000=4"), "--price h1000: no --fleet has such servers"),
         (("--model", "llama-3.1-70b"), "too little for llama-3.1-70b"),
     ],

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from sglang_tiered_lab.trace.cluster import POLICIES
-from sglang_tiered_lab.trace.cluster.books import Knowledge
 from sglang_tiered_lab.trace.cluster.outcome import Outcome
 from sglang_tiered_lab.trace.cluster.plan import Change, Member, Plan
 from sglang_tiered_lab.trace.cluster.profiles import load_profiles
-from sglang_tiered_lab.trace.cluster.server import Job
 from sglang_tiered_lab.trace.cluster.simulation import Simulation, run_cluster
 from sglang_tiered_lab.trace.replay.server import Request
 
@@ -52,19 +50,6 @@ def test_every_request_is_answered_once(policy: str, members: list[Member]) -> N
     assert outcome.goodput > 0.9
 
 
-@pytest.mark.parametrize("members", [BOTH * 4, SPLIT], ids=["both", "split"])
-def test_books_are_empty_at_the_end(members: list[Member]) -> None:
-    run = Simulation(plan("cost", members, knowledge=Knowledge(lag_s=0.5)), talks(30))
-    run.run()
-    books = run.books
-    for counts in (books.num_requests, books.num_waiting, books.prompt_tokens, books.new_tokens):
-        assert not any(counts)
-    assert not any(books.active.tokens) and not books.active.held(Job(0, talks(1)[0], 0, 0.0))
-    for server in run.servers:
-        assert server.used_tokens == server.held_tokens == server.waiting_tokens == 0
-        assert not server.waiting and not server.decoding and not len(server.queue)
-
-
 def test_one_request_takes_its_modelled_time() -> None:
     hardware = KIND.hardware
     outcome = run_cluster(plan("in-turn", BOTH), [Request(0.0, 4096, 11, range(8), False)])
@@ -73,6 +58,20 @@ def test_one_request_takes_its_modelled_time() -> None:
     step_s = fixed + per_request + per_token * (4096 + 11 / 2)
     assert outcome.tpot_s[0] == pytest.approx(step_s)
     assert outcome.done_s[0] == pytest.approx(outcome.ttft_s[0] + 10 * step_s)
+
+
+def test_prompts_that_wait_are_prefilled_together() -> None:
+    fixed_s = KIND.hardware.prefill_fixed_s
+    prompts = [Request(1e-4 * (n > 0), 512, 1, [n], False) for n in range(4)]
+    found = run_cluster(plan("in-turn", BOTH), prompts)
+    first_s = KIND.hardware.prefill_s(512, 0)
+    assert found.ttft_s[0] == pytest.approx(first_s)
+    # Beside the first one's decode, which has ended by then.
+    together_s = fixed_s + 3 * (first_s - fixed_s)
+    assert found.ttft_s[1:] == pytest.approx([first_s + together_s - 1e-4] * 3, rel=1e-3)
+    small = dataclasses.replace(KIND, chunk_tokens=1024)
+    found = run_cluster(plan("in-turn", [Member(kind=small)]), prompts)
+    assert found.ttft_s[1] == found.ttft_s[2] < found.ttft_s[3], "no more than a chunk"
 
 
 def test_a_handoff_adds_its_transfer() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from sglang_tiered_lab.trace.cluster.books import Knowledge
 from sglang_tiered_lab.trace.cluster.plan import Member, Plan
 from sglang_tiered_lab.trace.cluster.profiles import load_profiles
 from sglang_tiered_lab.trace.cluster.server import Job
-from sglang_tiered_lab.trace.cluster.simulation import Simulation, run_cluster
+from sglang_tiered_lab.trace.cluster.simulation import Simulation
 from sglang_tiered_lab.trace.replay.server import Request
 
 KIND = load_profiles().kind("h100", "llama-3.1-8b")
@@ -76,24 +74,3 @@ def test_no_router_hears_how_long_answers_will_be(policy: str) -> None:
         news = [prompt(0.0, range(50_000 + 100 * n, 50_040 + 100 * n)) for n in range(6)]
         picks.append((states, [chosen(run, one, 0.2) for one in news]))
     assert picks[0] == picks[1]
-
-
-def test_wrong_prices_mislead_a_servers_own_plans() -> None:
-    """A server that takes its prefill for free loads nothing, and so computes all again."""
-    twice = [prompt(100.0 * n, range(24)) for n in range(2)]
-    fast = dataclasses.replace(KIND, peer=(1e-3, 1e-11))
-    base = Plan(members=[Member(kind=fast)] * 2, policy="in-turn", unit_tokens=UNIT)
-
-    def from_peers(seed: int, **known: Any) -> int:
-        made = dataclasses.replace(base, seed=seed, knowledge=Knowledge(**known))
-        return run_cluster(made, twice).hit_tokens["peer"]
-
-    assert from_peers(0, price_factor=1.0)
-    # Drawn so that a prefill seems cheap or a fetch dear to some server.
-    wrong = [
-        from_peers(seed, price_noise=6.0, misleads_servers=told)
-        for told in (False, True)
-        for seed in range(6)
-    ]
-    assert all(wrong[:6]), "an error of the router alone changed what servers do"
-    assert not all(wrong[6:])

@@ -15,8 +15,6 @@ from sglang_tiered_lab.trace.request import TraceRequest
 from sglang_tiered_lab.trace.reuse import measure
 from sglang_tiered_lab.trace.tally import Tally
 
-QUESTION, ANSWER = "How long is a page? " * 9, "As long as it takes. " * 7
-
 
 def read(path: Path, content: Any, **options: Any) -> tuple[list[TraceRequest], Tally]:
     if isinstance(content, list):
@@ -24,30 +22,6 @@ def read(path: Path, content: Any, **options: Any) -> tuple[list[TraceRequest], 
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     tally = Tally()
     return list(read_trace(path, tally=tally, **options)), tally
-
-
-# ---- Conversations ----
-
-SHAREGPT = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]
-OPENAI = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-
-
-def test_parquet_is_read_like_json(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [{"id": f"c{number}", "messages": OPENAI} for number in range(200)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "file.parquet")
-    assert list(read_trace(tmp_path / "file.parquet")) == read(tmp_path / "file", rows)[0]
-    blocks = [{"timestamp": 7, "input_length": 513, "output_length": 2, "hash_ids": [4, 9]}]
-    parquet.write_table(pyarrow.Table.from_pylist(blocks), tmp_path / "blocks.parquet")
-    assert list(read_trace(tmp_path / "blocks.parquet")) == read(tmp_path / "file", blocks)[0]
-    whole = (tmp_path / "file.parquet").read_bytes()
-    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(TraceError, match=r"cannot be read as Parquet .*; check it"):
-        read_trace(tmp_path / "cut.parquet")
-
-
-# ---- Traces of blocks ----
 
 
 def blocks(ids: list[Any], length: float, second: int = 0, **others: Any) -> dict[str, Any]:
@@ -58,6 +32,19 @@ def blocks(ids: list[Any], length: float, second: int = 0, **others: Any) -> dic
         "hash_ids": ids,
         **others,
     }
+
+
+def test_parquet_is_read_like_json(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    for rows in ([{"id": f"c{n}", "messages": talk} for n in range(200)], [blocks([4, 9], 513)]):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "file.parquet")
+        assert list(read_trace(tmp_path / "file.parquet")) == read(tmp_path / "file", rows)[0]
+    whole = (tmp_path / "file.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(TraceError, match=r"cannot be read as Parquet .*; check it"):
+        read_trace(tmp_path / "cut.parquet")
 
 
 @pytest.mark.parametrize("size", [16, 100, 512])

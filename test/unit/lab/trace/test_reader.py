@@ -13,7 +13,6 @@ from sglang_tiered.errors import TraceError
 from sglang_tiered_lab.trace.reader import read_trace
 from sglang_tiered_lab.trace.request import TraceRequest
 from sglang_tiered_lab.trace.tally import Tally
-from sglang_tiered_lab.trace.text import Tokens
 
 MOONCAKE = '{"timestamp": 7, "input_length": 513, "output_length": 2, "hash_ids": [4, 9]}\n'
 
@@ -59,25 +58,6 @@ def test_a_bad_conversation_costs_no_other(tmp_path: Path, row: Any, what: str) 
         list(read_trace(path))
     assert str(caught.value).startswith(f"row 2 (line 3) of {path} is not a ShareGPT request (")
     assert str(caught.value).endswith("; repair or remove it, or read without --strict.")
-
-
-@pytest.mark.parametrize(
-    ("turns", "outputs", "what"),
-    [
-        ((("gpt", "old"), ("human", "q"), ("gpt", "yes")), [3], "begins with an answer"),
-        ((("human", "q"), ("gpt", "yes"), ("gpt", "no")), [5], "two answers in a row"),
-        ((("human", "q"), ("gpt", "yes"), ("human", "r")), [3], "last question"),
-        ((("system", "s"), ("human", "q"), ("gpt", "")), [0], None),
-    ],
-)
-def test_a_conversation_is_used_until_it_breaks(
-    tmp_path: Path, turns: tuple[tuple[str, str], ...], outputs: list[int], what: str | None
-) -> None:
-    requests, tally = read(written(tmp_path, [chat(*turns)]), tokens=Tokens(512, 1))
-    assert [request.output_length for request in requests] == outputs
-    assert tally.num_repaired == (what is not None)
-    assert tally.num_skipped == 0
-    assert what is None or what in next(iter(tally.reasons))
 
 
 @pytest.mark.parametrize(

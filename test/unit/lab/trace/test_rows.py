@@ -32,32 +32,6 @@ def test_strings_hide_brackets_quotes_and_commas() -> None:
         assert [json.loads(text) for text in data(json.dumps(values, indent=indent))] == values
 
 
-@pytest.mark.usefixtures("chunk_bytes")
-@pytest.mark.parametrize(
-    ("text", "good", "problems"),
-    [
-        ("[]", [], []),
-        ('[{"a":1}', ['{"a":1}'], ["the file ends without closing its list"]),
-        ('[{"a":1},\n', ['{"a":1}'], ["the file ends without closing its list"]),
-        ('[{"a":1},{"b', ['{"a":1}'], ["the file ends inside it"]),
-        ('[{"a":1},{"id": "x', ['{"a":1}'], ["the file ends inside it"]),
-        ('[{"a":1}] x', ['{"a":1}'], ["it comes after the end of the list"]),
-        ('[1,{"a":1},null]', ['{"a":1}'], ["it is no conversation"] * 2),
-        ('[{"id":"x},\n{"id":"y"}]', ['{"id":"y"}'], None),
-        ('[{"id":[1}]}, {"id":2}]', ['{"id":2}'], None),
-    ],
-)
-def test_damage_is_told_and_left_behind(
-    text: str, good: list[str], problems: list[str] | None
-) -> None:
-    found = cut(text)
-    kept = [row.data.decode() for row in found if not row.problem]
-    assert set(good) <= set(kept)
-    if problems is not None:
-        assert kept == good
-        assert [row.problem for row in found if row.problem] == problems
-
-
 def test_a_long_row_never_hides_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "_CHUNK_BYTES", 16)
     for length in range(500, 600):
