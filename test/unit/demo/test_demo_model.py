@@ -65,17 +65,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out_dir
 
 
-def test_bytes_depend_on_the_seed_alone(model_dir: Path, tmp_path: Path) -> None:
-    assert make(tmp_path / "again").returncode == 0
-    assert make(tmp_path / "other", "--seed", "1").returncode == 0
-    names = sorted(path.name for path in model_dir.iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
-    for name in names:
-        assert (model_dir / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
-    weights = "model.safetensors"
-    assert (model_dir / weights).read_bytes() != (tmp_path / "other" / weights).read_bytes()
-
-
 def test_existing_other_folder_is_refused_and_untouched(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("keep")

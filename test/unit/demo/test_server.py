@@ -45,24 +45,14 @@ def model_path(*arguments: str) -> Path:
     return Path(command[command.index("--model-path") + 1])
 
 
-def cut(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", 1 << 16)
-
-
-def empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-
-
 @pytest.mark.parametrize(
     "harm",
     [
         lambda folder: flip(folder / "model.safetensors", 1 << 16),
-        cut,
+        lambda folder: os.truncate(folder / "model.safetensors", 1 << 16),
         lambda folder: (folder / "config.json").unlink(),
-        empty,
     ],
-    ids=["a flipped bit", "half a file", "a file less", "an empty folder"],
+    ids=["a flipped bit", "half a file", "a file less"],
 )
 def test_damaged_model_folder_is_made_again(cache: Path, harm: Callable[[Path], None]) -> None:
     folder = model_path()

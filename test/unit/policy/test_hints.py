@@ -6,20 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.cost_model import LoadPlan
-from sglang_tiered.policy.hints import PIECE_TOKENS, HintQueue, piece_length, short_piece
+from sglang_tiered.policy.hints import PIECE_TOKENS, piece_length
 
 PAGE = 64
-
-
-def test_one_hint_never_takes_more_than_all_may() -> None:
-    queue = HintQueue[str](1000, max_hints=2)
-    assert queue.room_for(5000) == 1000
-    queue.add("a", 400, now=0.0)
-    assert queue.room_for(600) == 600 and queue.room_for(601) == 0
-    assert queue.room_for(5000) == 0, "it waits for the others, as it would take all"
-    queue.add("b", 1, now=0.0)
-    assert queue.room_for(1) == 0, "there are too many"
 
 
 @pytest.mark.parametrize(
@@ -42,20 +31,3 @@ def test_pieces_of_any_size_come_to_an_end(num_pages: int, page: int, piece: int
     length = piece_length(num_pages * page, page_tokens=page, piece_tokens=piece)
     assert length % page == 0 and length <= max(page, piece)
     assert (length > 0) == (num_pages > 0)
-
-
-@pytest.mark.parametrize(
-    ("late_s", "load_s", "saved_s", "piece"),
-    [
-        (0.0, 1e-4, 1e-3, 2048),
-        (0.0, 0.1, 0.2, 128),  # a page takes long already
-        (0.3, 1e-4, 5e-4, 2048),  # late, it still pays
-        (0.3, 1e-3, 1.15e-3, 2048),
-    ],
-)
-def test_piece_of_a_slow_tier_is_short(
-    late_s: float, load_s: float, saved_s: float, piece: int
-) -> None:
-    """Of a tier that answers ``late_s`` late, at so much a token."""
-    plan = lambda length: LoadPlan((length,), late_s + length * load_s, length * saved_s)  # noqa: E731
-    assert short_piece(range(64, 2049, 64), plan) == piece

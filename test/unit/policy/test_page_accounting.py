@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,22 +27,6 @@ def test_dropped_page_that_is_stored_later_leaves_clean() -> None:
     accounting.note_freed(pages(0, 1))
     assert left(accounting) == {EvictionOutcome.CLEAN: 1, EvictionOutcome.LOST_WAITING: 1}
     assert accounting.num_dirty == 0
-
-
-@pytest.mark.parametrize("is_loaded", [True, False])
-def test_page_nobody_told_of_is_unoffered(is_loaded: bool) -> None:
-    """Once it left, its slot is another page's; nor does a store of one that never came count."""
-    accounting = PageAccounting(8, 1)
-    if is_loaded:
-        accounting.note_loaded(pages(5))
-        accounting.note_freed(pages(5))
-    else:
-        accounting.note_stored(pages(1, 5), [EvictionOutcome.CLEAN, EvictionOutcome.LOST_FAILED])
-        accounting.note_freed(pages(1))
-    assert accounting.num_dirty == 0
-    accounting.note_freed(pages(5))
-    assert left(accounting) == {EvictionOutcome.CLEAN: 1, EvictionOutcome.LOST_UNOFFERED: 1}
-    accounting.check_integrity()
 
 
 @given(

@@ -25,54 +25,31 @@ def play(capacity: int, *steps: int | tuple[Any, ...]) -> tuple[ResidentSet[str]
     return residents, answer
 
 
-@pytest.mark.parametrize(
-    ("steps", "answer"),
-    [
-        pytest.param(
-            [("dead", 100), 50, ("back", 100), 500, ("back", 100)], (True, ["dead"]), id="longer"
-        ),
-        pytest.param(
-            [("early", 200), 50, ("one", 100), 500, ("early", 90)],
-            (False, []),
-            id="before its turn",
-        ),
-        # Away for 90, which is remembered though it was too large; the other idled for 60.
-        pytest.param(
-            [("a", 200), 30, ("b", 100, 1.0), 60, ("a", 100, 1.0)], (False, []), id="as cheap"
-        ),
-        pytest.param(
-            [("a", 200), 30, ("b", 100, 1.0), 60, ("a", 100, 2.0)], (True, ["b"]), id="costlier"
-        ),
-    ],
-)
+NOBODY, GONE_90 = (False, []), [("a", 200), 30, ("b", 100, 1.0), 60]
+"""Away for 90, which is remembered though it was too large; the other idled for 60."""
+WORTH = {
+    "longer": ([("a", 100), 50, ("b", 100), 500, ("b", 100)], (True, ["a"])),
+    "before its turn": ([("a", 200), 50, ("b", 100), 500, ("a", 90)], NOBODY),
+    "as cheap": ([*GONE_90, ("a", 100, 1.0)], NOBODY),
+    "costlier": ([*GONE_90, ("a", 100, 2.0)], (True, ["b"])),
+}
+
+
+@pytest.mark.parametrize(("steps", "answer"), WORTH.values(), ids=WORTH)
 def test_resident_goes_if_another_is_worth_more(steps: list[Any], answer: ChainOffer) -> None:
     assert play(100, *steps)[1] == answer
 
 
-@pytest.mark.parametrize(
-    ("steps", "gone"),
-    [
-        pytest.param(
-            [("a", 70), ("b", 70), ("c", 60), ("a", 70)],
-            ["b", "c", "a", None],
-            id="used last stays",
-        ),
-        pytest.param(
-            [("computed", 100, 9.0), 100, ("loaded", 100, 1.0), 100],
-            ["loaded", "computed"],
-            id="chain to compute outlives one to load",
-        ),
-        # Idle for 400 and 100: worth 3 / 400 and 1 / 100.
-        pytest.param(
-            [("computed", 100, 3.0), 300, ("loaded", 100, 1.0), 100],
-            ["computed"],
-            id="but not for ever",
-        ),
-        pytest.param(
-            [("a", 100, 9.0), ("b", 100, 2.0), ("a", 100, 1.0), 100], ["a"], id="reached the disk"
-        ),
-    ],
-)
+PRESSED = {
+    "used last stays": ([("a", 70), ("b", 70), ("c", 60), ("a", 70)], ["b", "c", "a", None]),
+    "a load goes before computing": ([("a", 100, 9.0), 100, ("b", 100, 1.0), 100], ["b", "a"]),
+    # Idle for 400 and 100: worth 3 / 400 and 1 / 100.
+    "but not for ever": ([("a", 100, 3.0), 300, ("b", 100, 1.0), 100], ["a"]),
+    "reached the disk": ([("a", 100, 9.0), ("b", 100, 2.0), ("a", 100, 1.0), 100], ["a"]),
+}
+
+
+@pytest.mark.parametrize(("steps", "gone"), PRESSED.values(), ids=PRESSED)
 def test_pressure_dismisses_what_is_worth_least(steps: list[Any], gone: list[str | None]) -> None:
     residents, _ = play(200, *steps)
     assert [residents.evict_chain() for _ in gone] == gone

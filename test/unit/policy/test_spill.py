@@ -115,20 +115,6 @@ def test_watermarks_decide_how_fast_stores_go_beside_loads(
     assert taken == num_taken
 
 
-def test_pins_go_by_value_and_with_their_node(queue: SpillQueue[str]) -> None:
-    for node in "abcd":
-        queue.add_node(node, store(10), returned=node == "a")
-        queue.note_pin(node, 10)
-    queue.promote_node("b")
-    queue.discard_node("c")
-    assert queue.pinned_tokens == 30
-    assert [queue.unpin_one() for _ in range(4)] == ["d", "a", "b", None]
-    queue.note_pin("gone", 10)
-    assert not queue.discard_node("gone"), "nor is what does not wait pinned"
-    assert queue.pinned_tokens == 0 and len(queue) == 3
-    queue.check_integrity()
-
-
 def test_node_stays_under_way_until_its_last_end(queue: SpillQueue[str]) -> None:
     queue.add_node("a", store(10), returned=False)
     assert queue.is_under_way("a")

@@ -295,22 +295,3 @@ def test_unwritable_folder_ends_no_asking(followed: Followed) -> None:
     followed.folder.unlink()
     aside.rename(followed.folder)
     eventually(lambda: clusters_of(followed) == {"prefill"})
-
-
-def test_text_without_tokens_is_asked_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each would get the whole of a picture; and all together have the time that one has."""
-    followed = Followed(tmp_path, 2)
-    try:
-        eventually(lambda: sum(each.is_up for each in followed.fleet.members.values()) == 2)
-        for fails in ("", "hang"):
-            for mock in followed.mocks:
-                mock.tokens, mock.fails = 400, fails
-                mock.paths.clear()
-            assert followed.mocks.run(followed.fleet.tokenize({"messages": []}, "")) is None
-            assert sum(mock.paths.count("/v1/tokenize") for mock in followed.mocks) == 1
-            monkeypatch.setattr("sglang_tiered.route.fleet.ANSWER_S", 0.5)
-    finally:
-        followed.mocks.well()  # or what hangs is waited for
-        followed.close()

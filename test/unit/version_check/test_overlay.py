@@ -71,16 +71,3 @@ def test_the_folder_decides_version_and_entry_points(tmp_path: Path) -> None:
 def test_what_is_no_version_is_one_sentence(text: str) -> None:
     with pytest.raises(ConfigError, match="is no version of SGLang; name one"):
         overlay.checked_version(text)
-
-
-def test_a_version_that_pypi_lacks_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """pip itself, told to look nowhere."""
-    nowhere = {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": os.devnull}
-    for name, value in nowhere.items():
-        monkeypatch.setenv(f"PIP_{name}", value)
-    cache = tmp_path / "cache"
-    with pytest.raises(ConfigError, match=r"PyPI has no sglang==9\.9\.9 for this machine's Python"):
-        overlay.make("9.9.9", cache)
-    assert list(cache.iterdir()) == []

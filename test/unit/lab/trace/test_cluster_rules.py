@@ -39,28 +39,6 @@ def begun(policy: str, count: int, requests: list[Request]) -> Simulation:
     return run
 
 
-def answering(
-    run: Simulation, number: int, server: int, units: Sequence[int], answer: int = 2
-) -> Job:
-    """A request that a server has answered the first token of, as the books know it."""
-    job = Job(number, prompt(0.0, units, answer), 0, 0.0)
-    job.server = job.decode = server
-    run.books.sent(job, 0)
-    run.books.handed(job)
-    run.books.answered(job)
-    return job
-
-
-def test_dynamo_counts_a_shared_block_once() -> None:
-    """Two long prompts that share all blocks weigh less than one that is a little longer."""
-    run = begun("dynamo", 2, [])
-    for number, units in enumerate((range(40), range(40), range(100, 145))):
-        answering(run, number, number // 2, units)
-    assert chosen(run, prompt(0.0, range(200, 204)), 0.0) == 0
-    # Forty of these blocks are under way there: the first server would hold six more.
-    assert chosen(run, prompt(0.0, [*range(100, 140), *range(300, 306)]), 0.0) == 1
-
-
 @pytest.mark.parametrize("policy", ["cost", "oracle", "dynamo", "llm-d"])
 def test_no_router_hears_how_long_answers_will_be(policy: str) -> None:
     """Requests that wait behind a full device and differ in their answers alone are one."""
