@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import bench_pod_attention
-from kit.commands import ran
 from pod_bench.batch import Batch, make_batch
 from pod_bench.contenders import own_contenders
 from pod_bench.gate import DifferentResultsError, check_against, check_against_reference
@@ -34,21 +31,6 @@ def test_everybody_who_runs_here_gives_the_references_results(
 ) -> None:
     assert bench_pod_attention.main(["--check"]) == 0
     assert "All results are equal." in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@WITHOUT_GPU
-@pytest.mark.timeout(240)
-def test_the_kernels_and_sglangs_agree_in_the_interpreter() -> None:
-    run = ran(
-        sys.executable,
-        str(SCRIPT),
-        "--check",
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        timeout_s=200,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "All results are equal.\n", "somebody was left out"
 
 
 @pytest.mark.parametrize("row", ["prefill", "decode"])

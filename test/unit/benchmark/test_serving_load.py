@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import psutil
 import pytest
 
 from kit.samples import sample
 from serving_bench.balanced import ideal_s, paced_bytes_per_s, prefill_s_per_token
-from serving_bench.neighbour import busy_cores
 from serving_bench.paced_disk import Read, achieved_bytes_per_s
 from serving_bench.regret import regrets
 from serving_bench.systems import ALWAYS
@@ -52,11 +50,3 @@ def test_regret_is_over_the_better_of_both() -> None:
         "stock": [sample(ttft_s=2.0), sample(ttft_s=0.9)],
     }
     assert regrets(taken) == pytest.approx([1.1, 1.0])
-
-
-def test_neighbours_end_with_what_they_disturb() -> None:
-    before = set(psutil.Process().children())
-    with busy_cores(2):
-        started = set(psutil.Process().children()) - before
-        assert len(started) == 2
-    assert not any(process.is_running() for process in started)

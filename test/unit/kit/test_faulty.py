@@ -42,15 +42,6 @@ def test_flipped_bit_and_short_transfers(tmp_path: Path) -> None:
     faulty.close(fd)
 
 
-def test_space_runs_out_and_comes_back(tmp_path: Path) -> None:
-    faulty = device(tmp_path, writable_bytes=8192)
-    faulty.close(faulty.create("a", 8192))
-    with pytest.raises(OSError, match="No space"):
-        faulty.create("b", 4096)
-    faulty.unlink("a")
-    faulty.close(faulty.create("b", 4096))
-
-
 def test_held_jobs_finish_on_release(make_run: MakeRun, blank: Blank) -> None:
     engine = FaultyEngine(MemoryEngine(1 << 20))
     run = make_run(1, [100])

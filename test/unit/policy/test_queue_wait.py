@@ -57,16 +57,6 @@ def test_higher_priority_waits_for_its_equals_alone() -> None:
     assert high.order < middle.order < low.order
 
 
-def test_place_that_became_shorter_is_shorter_for_all() -> None:
-    """A request that was going to compute loads instead."""
-    queue = QueueWait()
-    first, second, third = (queue.arrives(None, 10.0, 0.0, is_busy=True) for _ in range(3))
-    assert queue.arrives(first, 0.1, 0.0, is_busy=True) is first
-    assert queue.seconds(third, is_busy=False) == pytest.approx(10.1)
-    queue.admitted(first, 0.0)
-    assert queue.seconds(second, is_busy=False) == pytest.approx(0.0)
-
-
 @example(  # what rounding leaves is no negative wait, which a router would refuse
     events=[("arrives", n, own_s) for n, own_s in enumerate((0.3, 0.1, 0.3))]
     + [("arrives", n, 0.0) for n in range(3)],

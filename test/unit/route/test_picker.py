@@ -17,7 +17,6 @@ from sglang_tiered.policy.routing import Held
 from sglang_tiered.policy.server_costs import DecodeLoad, Room, Waiting
 from sglang_tiered.policy.shedding import RequestClass
 from sglang_tiered.route.fleet import Fleet, Member, Replica
-from sglang_tiered.route.numbers import Numbers
 from sglang_tiered.route.pages import DEVICE, DISK
 from sglang_tiered.route.picker import Picked, Picker, Refused
 from sglang_tiered.route.prompt import Prompt
@@ -96,20 +95,6 @@ def test_a_long_queue_outweighs_pages(world: World) -> None:
     prompt = prompt_of()
     world.fleet.index.store(busy.replicas[0].place, DEVICE, prompt.keys(PAGE))
     assert world.pick(prompt).targets[0] is idle
-
-
-def test_cpu_server_is_taken_by_price_alone(world: World) -> None:
-    """As any server, where waiting for the fast ones takes longer; and counted."""
-    gpu = world.add(queue_wait_s=5.0, computes_on="cuda")
-    cpu = world.add(costs=SLOW, computes_on="cpu")
-    numbers = Numbers()
-    for num_tokens, expected in ((4 * PAGE, cpu), (20 * PAGE, gpu)):
-        picked = world.pick(prompt_of(num_tokens))
-        assert picked.targets[0] is expected
-        numbers.decided(picked, 0.001, is_retry=False)
-    for name in ("cpu", "cuda"):
-        labels = {"by": "cost", "retry": "no", "computes_on": name}
-        assert numbers.registry.get_sample_value("sglang_tiered_route_picks_total", labels) == 1
 
 
 def test_siblings_follow_before_any_event(world: World) -> None:

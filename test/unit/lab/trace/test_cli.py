@@ -96,18 +96,3 @@ def test_an_output_that_exists_is_left_alone(cli: Cli, trace: Path, tmp_path: Pa
             or "make it first" in cli(*arguments).refusal
         )
     assert target.read_text() == "years"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        ("stat",),
-        ("stat", "x", "--capacity", "1.5"),
-        ("scale", "x", "-o", "y", "--rate", "nan"),
-        ("convert", "x", "-o", "y", "--from-s", "5", "--to-s", "5"),
-        ("generate", "--mooncake", "x", "--sharegpt", "x"),
-    ],
-)
-def test_an_impossible_command_line_is_one_sentence(cli: Cli, arguments: tuple[str, ...]) -> None:
-    assert cli(*arguments).refusal.startswith("sglang-tiered: ")
