@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -38,13 +37,6 @@ def test_what_a_version_needs_is_treated_so(
 ) -> None:
     found = unmet_of(requirements_of(lines), requirements_of(PINNED), HERE.get, extra)
     assert {one.name: one.treatment for one in found} == treated
-
-
-def test_the_version_of_the_environment_needs_no_folder(tmp_path: Path) -> None:
-    installed = importlib.metadata.version("sglang")
-    found = overlay.make(installed, tmp_path / "cache")
-    assert found == Overlay(installed, None)
-    assert not (tmp_path / "cache").exists()
 
 
 def test_the_folder_decides_version_and_entry_points(tmp_path: Path) -> None:
