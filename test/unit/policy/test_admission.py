@@ -19,6 +19,7 @@ from sglang_tiered.policy.admission import (
     Level,
     Outcome,
     TouchMemory,
+    backlog_pressure,
 )
 
 BUSY, EXHAUSTED = 0.5, 1.0  # pressures at which SELECTIVE and CLOSED begin
@@ -146,6 +147,26 @@ def test_levels_do_not_flap_at_a_threshold() -> None:
         seen.append(gate.level)
     o, s, c = Level.OPEN, Level.SELECTIVE, Level.CLOSED
     assert seen == [o, s, s, s, o, o, s, c, c, c, s, s, o]
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "pinned_share", "level"),
+    [
+        (0.0, 1.0, Level.OPEN),  # a burst fills the host tier: the disk may still be idle
+        (0.4, 1.0, Level.OPEN),
+        (1.0, 1.0, Level.SELECTIVE),  # it stays filled
+        (2.0, 1.0, Level.CLOSED),
+        (1.9, 0.1, Level.OPEN),
+        (2.0, 0.0, Level.SELECTIVE),
+        (4.0, 0.0, Level.CLOSED),
+    ],
+)
+def test_backlog_counts_by_its_waiting_time(
+    waited_s: float, pinned_share: float, level: Level
+) -> None:
+    gate = Admission()
+    offer(gate, keys("a"), backlog=backlog_pressure(waited_s, pinned_share))
+    assert gate.level is level
 
 
 # ---- Budget and levels together ----

@@ -8,8 +8,10 @@ from sglang_tiered.policy.both_ends import (
     BackLeft,
     computes_next,
     end_of_chunk,
+    parts_of,
     plan_segments,
     segment_bounds,
+    spans_between,
 )
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
 
@@ -113,6 +115,12 @@ def test_next_segment_is_computed_or_waited_for(
 ) -> None:
     computed = computes_next(costs(1.0), back, 4096, num_others=num_others, late_s=late_s)
     assert computed is computes
+
+
+def test_spans_are_cut_at_segments() -> None:
+    spans = [(0, 100), (2, 50)]
+    assert spans_between(spans, 80, 120) == [(0, 20), (2, 20)]
+    assert parts_of(spans_between(spans, 80, 120), 3) == [20, 0, 20]
 
 
 @pytest.mark.parametrize("num_others", [0, 64, 1000])

@@ -37,6 +37,14 @@ def test_busy_share_equals_the_measured_overlap(
     assert not work.is_running
 
 
+def test_batch_under_way_counts_before_its_end() -> None:
+    work = PrefillWork()
+    work.launched(100.0, 1000.0)
+    assert work.busy_share(1000.0) == 0.0
+    assert work.busy_share(1004.5) == pytest.approx(4.5 / (WINDOW_S - 0.5))
+    assert work.busy_share(1050.5) == 1.0
+
+
 def test_what_is_left_follows_launches_and_ends() -> None:
     work = PrefillWork()
     assert work.left_s(5.0) == 0.0

@@ -56,6 +56,18 @@ def test_returned_goes_first_then_what_waited_longest(queue: SpillQueue[str]) ->
     queue.check_integrity()
 
 
+def test_node_added_again_never_loses_its_place(queue: SpillQueue[str]) -> None:
+    for node in ("a", "b", "a"):
+        queue.add_node(node, store(10), returned=False)
+    assert queue.waiting_tokens == 20
+    queue.add_node("a", store(4), returned=False)
+    assert queue.waiting_tokens == 14 and queue.waiting() == ["a", "b"]
+    queue.add_node("b", store(10), returned=True)
+    assert take(queue) == "b"
+    assert queue.take_next_node(loads_wait=False) == ("a", store(4)), "its new length"
+    queue.check_integrity()
+
+
 @pytest.mark.parametrize(("size", "num_begun"), [(HOST, 2), (HOST // 2, 2), (FLOOR // 3, 3)])
 def test_no_more_is_in_flight_than_the_limit(
     queue: SpillQueue[str], size: int, num_begun: int

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kit.clock import Clock
 from sglang_tiered.route.prompt import Prompt, page_keys
-from sglang_tiered.route.record import BLOCK_TOKENS, Recorder
+from sglang_tiered.route.record import BLOCK_TOKENS, MAX_WAITING, Recorder
 from sglang_tiered_lab.trace.reader import read_trace
 
 DEADLINE_S = 20.0
@@ -72,3 +72,11 @@ def test_full_file_makes_room_for_another(tmp_path: Path) -> None:
     prompts = [prompt_of(5)] * 3
     assert len(written(recorder, clock, prompts, path)) == 3, "two fill a file"
     assert path.with_name("trace.jsonl.1").stat().st_size >= 100
+
+
+def test_what_comes_too_fast_is_counted(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "trace.jsonl")
+    for _ in range(MAX_WAITING + 3):
+        recorder.note(prompt_of(1))
+    recorder.note(Prompt(5))
+    assert recorder.num_dropped == 4
