@@ -92,6 +92,24 @@ def test_the_emptiest_server_gives_its_role_up() -> None:
     assert switch and switch.server == "idle"
 
 
+def test_who_may_be_dead_keeps_no_floor() -> None:
+    """Of two that decode one is late with its costs: the other is not taken away. Nor is it asked
+    itself, whoever else refused before."""
+    servers = {"a": prefill(0.9), "b": decode(0.1), "late": decode(0.2)}
+    policy = balance()
+    for now in range(2 * int(COOLDOWN_S)):
+        assert policy.look(now, servers, {"late"}) is None
+    assert policy.why == "floor"
+    servers["c"] = decode(0.1)
+    for server in "bcbc":
+        until = (now := now + 1) + 40 * int(COOLDOWN_S)
+        switch = None
+        while switch is None and now < until:
+            switch, now = policy.look(now, servers, {"late"}), now + 1
+        assert switch and switch.server == server
+        policy.ended(switch, now, switched=False, again=True)
+
+
 @pytest.mark.parametrize(
     ("hung", "others", "role", "why"),
     [

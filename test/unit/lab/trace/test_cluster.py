@@ -125,4 +125,3 @@ def test_predicted_admission_sheds_the_last_class_only() -> None:
     assert shed.num_shed > 0
     assert (np.isnan(shed.ttft_s) <= (shed.priority == 1)).all()
     assert admitted("soft").num_shed > 0
-    assert admitted("queue", max_waiting=1).num_shed > 0
