@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from kit.commands import ran
 from kit.samples import make_bench, sample
 from serving_bench.disk_added import _Pairs, _report
 from serving_bench.measures import (
@@ -27,8 +24,6 @@ from serving_bench.systems import (
     SYSTEMS,
     launch_arguments,
 )
-
-SCRIPT = Path(__file__).parents[3] / "benchmark" / "bench_serving.py"
 
 
 def test_a_wrong_token_on_one_system_is_named() -> None:
@@ -98,28 +93,6 @@ def test_every_system_gets_equal_memory_and_cap(tmp_path: Path) -> None:
     assert "--hicache-storage-backend" not in given["hicache-host"]
     # A policy of ours would not be SGLang's default.
     assert "--hicache-storage-prefetch-policy" not in given["hicache-file"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--systems", "stock,vllm"], "no system vllm; there are stock"),
-        (["--only", "mooncake", "--trace", "absent.jsonl"], "absent.jsonl"),
-        (["--directory", "/dev/shm"], "tmpfs"),
-    ],
-)
-def test_an_impossible_setting_is_refused_before_any_start(
-    arguments: list[str], sentence: str, tmp_path: Path
-) -> None:
-    if "/dev/shm" in arguments and not os.path.isdir("/dev/shm"):
-        pytest.skip("no /dev/shm here")
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    environment.pop("SGLANG_TIERED_DATA", None)
-    result = ran(sys.executable, str(SCRIPT), "--quick", *arguments, env=environment, timeout_s=100)
-    assert result.returncode in (1, 2)
-    assert sentence in result.stderr
-    assert "Traceback" not in result.stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_different_answers_leave_no_ratio_and_fail(tmp_path: Path) -> None:

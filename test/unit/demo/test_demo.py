@@ -226,17 +226,6 @@ def test_a_terminal_obeys_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "owned" in said and "\x1b" not in said
 
 
-@pytest.mark.parametrize("length", [20, 65, 577, 1537, 5000])
-def test_no_two_prompts_share_a_first_page(length: int) -> None:
-    with sglang() as url:
-        client = Client(url)
-        prompts = [client.prompt(number, length) for number in range(30)]
-        assert client.prompt(7, length) == prompts[7]
-    assert {len(prompt) for prompt in prompts} == {length}
-    assert len({tuple(prompt[:64]) for prompt in prompts}) == 30
-    assert length < 100 or len({tuple(prompt[-100:-70]) for prompt in prompts}) > 15
-
-
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )

@@ -66,6 +66,23 @@ def test_greedy_writer_gets_nearly_all_of_the_budget(size: int, overhead: int) -
     assert total >= 0.9 * DAY_BYTES - size
 
 
+def test_writes_beyond_the_budget_are_paid_back() -> None:
+    clock = Clock()
+    budget = DailyBudget(DAY_BYTES, clock)
+    budget.spend(DAY_BYTES // 10 + 9000)
+    assert budget.available == -9000
+    assert budget.pressure > 1
+    clock.now = DAY_S / 100  # 9,000 bytes flow in
+    assert budget.available == pytest.approx(0)
+
+
+def test_idle_budget_never_exceeds_the_burst() -> None:
+    clock = Clock()
+    budget = DailyBudget(DAY_BYTES, clock)
+    clock.now = 30 * DAY_S
+    assert budget.available == DAY_BYTES / 10 and budget.pressure == 0
+
+
 # ---- Touch memory ----
 
 

@@ -36,6 +36,18 @@ def test_running_batch_delays_even_the_first() -> None:
     assert queue.seconds(is_busy=False) == pytest.approx(0.0, abs=1e-3)
 
 
+def test_a_request_adds_what_those_before_it_did() -> None:
+    queue = QueueWait()
+    assert queue.service_s == 0.0
+    for number in range(8 * HALF_LIFE):
+        place = queue.arrives(None, 0.1 if number % 2 else 0.3, 0.0, is_busy=False)
+        aborted = queue.arrives(None, 9.0, 0.0, is_busy=False)
+        queue.admitted(place, 0.0)
+        queue.leaves(aborted)
+        assert 0.1 <= queue.service_s <= 0.3
+    assert queue.service_s == pytest.approx(0.2, rel=0.05)
+
+
 def test_priority_that_nobody_has_any_more_costs_nothing() -> None:
     queue = QueueWait()
     queue.arrives(None, 0.1, 0.0, is_busy=True)

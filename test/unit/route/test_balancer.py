@@ -17,6 +17,7 @@ from aiohttp import web
 from route_mocks import Mocks
 
 from server_process import free_ports
+from sglang_tiered.policy.balance import RoleBalance
 from sglang_tiered.policy.server_costs import FRESH_S, NOT_IDLE, switch_key
 from sglang_tiered.route.fleet import ORDER_S, Fleet, Member
 from sglang_tiered.route.service import PickerService
@@ -284,6 +285,24 @@ def test_a_silent_server_keeps_no_floor(mocks: Mocks, tmp_path: Path) -> None:
 
     serve(mocks, tmp_path, looks, for_s=2 * COOLDOWN_S)
     assert not sum(asked(mocks))
+
+
+def test_an_error_ends_no_balance(
+    mocks: Mocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    look, errors, seen = RoleBalance.look, iter(range(30)), []
+
+    def fails(*told: Any, **more: Any) -> Any:
+        assert next(errors, None) is None, "no servers are looked at"
+        return look(*told, **more)
+
+    def looks(metrics: str) -> bool:
+        seen.append(tells("failed", metrics))
+        return bool(switches(metrics))
+
+    monkeypatch.setattr(RoleBalance, "look", fails)
+    serve(mocks, tmp_path, looks)
+    assert any(seen) and caplog.text.count("internal error") == 1
 
 
 def test_a_restarted_server_is_another_one(mocks: Mocks, tmp_path: Path) -> None:
