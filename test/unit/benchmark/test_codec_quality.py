@@ -3,43 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 import measure_codec_quality as quality
-from sglang_tiered.demo.server import RANDOM, demo_model
-
-
-@pytest.fixture(scope="module")
-def judge() -> Iterator[quality.Judge]:
-    with torch.inference_mode():
-        yield quality.Judge(demo_model(RANDOM)[1])
-
-
-def test_questions_asked_together_see_each_other(
-    judge: quality.Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quality, "DOCUMENT", 128)
-    monkeypatch.setattr(quality, "QUESTIONS", ("Why?", "When was this written?"))
-    piece = quality.Piece("text", judge.tokens("A page of some text. " * 10))
-    prefix, questions = quality.document_prompts(judge, piece)
-    assert len(prefix) == 128
-    found = quality.answer(judge, piece)
-    for name, kv in judge.variants(prefix).items():
-        for question, together in zip(questions, found[name], strict=True):
-            alone = judge.model.resume(kv, question, quality.NUM_NEW).tokens
-            assert quality._until(alone, judge.end) == together, name
-
-
-def test_a_handoff_errs_more_than_half_a_step(judge: quality.Judge) -> None:
-    kv = judge.model.prefill(judge.tokens("x1y2" * 50)[: 3 * quality.PAGE])
-    changed = quality._through_handoff(kv)
-    assert not torch.equal(changed, kv)
-    for before, after in zip(kv.split(128, dim=2), changed.split(128, dim=2), strict=True):
-        step = (before.amax(2) - before.amin(2)) / 255
-        assert ((after - before).abs().amax(2) <= 0.501 * step + 1e-6).all()
 
 
 def test_perplexity_is_of_all_tokens_together() -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import tarfile
 from pathlib import Path
-
-import pytest
 
 from gpu_report import pack, unpack
 from kit.commands import ran
@@ -15,72 +12,23 @@ from kit.commands import ran
 SCRIPT = Path(unpack.__file__)
 
 
-@pytest.fixture
-def carried(tmp_path: Path) -> Path:
-    """Packed packages, of which a server imports two."""
-    site, folder = tmp_path / "site", tmp_path / "carried"
-    folder.mkdir()
-    for name in (
-        *("numpy/__init__.py", "sglang/srt/utils.py", "sglang/srt/__pycache__/utils.pyc"),
-        *("sglang/test/kits.py", "sglang/multimodal_gen/big.py", "IPython/core.py", "bin/tool"),
-        "sglang/srt/rust_extensions/router.so",
-        "sglang/srt/rust_extensions/__init__.py",
-    ):
+def test_unpacked_packages_are_found_with_our_entry_points(tmp_path: Path) -> None:
+    """Unpacked as on the machine, by the standard library alone; a shell is told where."""
+    site, carried, place = (tmp_path / name for name in ("site", "carried", "place"))
+    carried.mkdir()
+    place.mkdir()
+    for name in ("numpy/__init__.py", "sglang/srt/utils.py", "IPython/core.py"):
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text("x = 1\n")
-    pack.pack_site(site, folder / "site.tar.xz", unpack.VERSION)
-    return folder
-
-
-def test_what_no_server_imports_stays_away(carried: Path) -> None:
-    with tarfile.open(carried / "site.tar.xz") as packed:
-        names = packed.getnames()
-    assert sorted(names) == [
-        *(".python-version", "IPython/__init__.py", "IPython/display.py", "numpy/__init__.py"),
-        *("sglang/srt/rust_extensions/__init__.py", "sglang/srt/utils.py"),
-    ]
-
-
-def said_by(*command: str | Path, env: dict[str, str]) -> str:
-    return ran(*command, env=env, check=True).stdout
-
-
-def unpacked(carried: Path, place: Path) -> dict[str, str]:
-    """Run as on the machine: by the standard library alone; then ask a shell what it got."""
-    place.mkdir(exist_ok=True)
+    pack.pack_site(site, carried / "site.tar.xz", unpack.VERSION)
     line = f'eval "$({sys.executable} -I {SCRIPT} {carried})" && env -0'  # -I: no package is needed
-    said = said_by("bash", "-c", line, env={"PATH": os.environ["PATH"], "TMPDIR": str(place)})
-    return dict(one.split("=", 1) for one in said.split("\0") if "=" in one)
-
-
-def test_unpacked_packages_are_found_with_our_entry_points(carried: Path, tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    exported = unpacked(carried, place)
+    given = {"PATH": os.environ["PATH"], "TMPDIR": str(place)}
+    said = ran("bash", "-c", line, env=given, check=True).stdout
+    exported = dict(one.split("=", 1) for one in said.split("\0") if "=" in one)
     ask = (
         "import importlib.metadata as m, numpy, IPython.display; print(numpy.__file__, "
         "*sorted(p.value for p in m.entry_points(group='sglang.srt.platforms')))"
     )
-    said = said_by(exported["PYTHON"], "-S", "-c", ask, env=exported).split()
-    assert Path(said[0]).is_relative_to(place)
-    assert said[1:] == ["sglang_tiered.integration.plugin:activate_platform"]
-
-
-def test_second_command_finds_what_first_unpacked(carried: Path, tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    site = Path(unpacked(carried, place)["PYTHONPATH"].split(os.pathsep)[0])
-    (site / "numpy" / "kept.py").touch()
-    unpacked(carried, place)
-    assert (site / "numpy" / "kept.py").exists(), "it was unpacked again"
-
-
-def test_archive_for_another_python_is_refused(tmp_path: Path) -> None:
-    """Its compiled modules fail one by one, far from here."""
-    pack.pack_site(tmp_path / "empty", tmp_path / "site.tar.xz", "3.1")
-    done = ran(sys.executable, SCRIPT, tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith(f".xz is for Python 3.1, and this is {unpack.VERSION}.\n")
-
-
-def test_a_list_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pack.main(["--have", "no/such/list"]) == 2
-    assert "--have no/such/list: No such file" in capsys.readouterr().err
+    told = ran(exported["PYTHON"], "-S", "-c", ask, env=exported, check=True).stdout.split()
+    assert Path(told[0]).is_relative_to(place)
+    assert told[1:] == ["sglang_tiered.integration.plugin:activate_platform"]

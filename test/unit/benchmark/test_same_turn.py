@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from kit.samples import make_bench, sample
-from serving_bench import same_turn
-from serving_bench.bench import Bench
-from serving_bench.client import RequestFailedError, Sample
-from serving_bench.same_turn import COMPUTED, PLACES, SIZES, found_in
-from serving_bench.setting import FULL, PAGE_SIZE, QUICK, TINY
+from kit.samples import sample
+from serving_bench.client import Sample
+from serving_bench.same_turn import COMPUTED, found_in
+from serving_bench.setting import PAGE_SIZE
 
 HISTORY = 2 * PAGE_SIZE
 
@@ -43,54 +35,3 @@ def test_a_place_is_one_that_served_all(
     cached: dict[str, int], loaded: dict[str, int], place: str | None
 ) -> None:
     assert found_in(asked(**cached), loaded, HISTORY) == place
-
-
-@pytest.mark.parametrize("setting", [FULL, QUICK, TINY])
-def test_sizes_leave_one_place_at_a_time(setting: Any) -> None:
-    sizes = SIZES[setting.name]
-    geometry = sizes.geometry(1000)
-    assert sizes.num_history % PAGE_SIZE == 0
-    turn = sizes.num_history + PAGE_SIZE + setting.num_output
-    assert turn < geometry.device_tokens
-    fillers = 2 * (geometry.device_tokens // 2 + PAGE_SIZE)
-    assert fillers > geometry.device_tokens  # which put the history out of it
-    assert geometry.host_tokens > turn + fillers  # and leave it in host memory
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return make_bench(tmp_path, TINY, "tiered")
-
-
-def measure(bench: Bench, rounds: Iterator[tuple[Any, str]]) -> None:
-    servers = SimpleNamespace(sizes=SIZES["tiny"], fillers=[], of=lambda _: SimpleNamespace(url=""))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(same_turn, "ask_each", lambda *_: [])
-        patched.setattr(same_turn, "_ask_round", lambda *_: next(rounds))
-        same_turn._measure(bench, servers, PLACES)  # type: ignore[arg-type]
-
-
-def one_round(number: int, output: int = 1) -> dict[str, list[Sample]]:
-    """Computing takes 4 s, a host copy 1 s; the host's answer is ``output``."""
-    taken = {place: [asked(f"turn/{number}", 2.0)] for place in PLACES}
-    taken[COMPUTED] = [asked(f"turn/{number}", 4.0)]
-    taken["host"] = [asked(f"turn/{number}", 1.0, output)]
-    return taken
-
-
-def test_a_round_of_another_place_is_left_out(bench: Bench) -> None:
-    wrong = one_round(9)
-    wrong["host"] = [dataclasses.replace(wrong["host"][0], ttft_s=400.0)]
-    taken = [(one_round(0), ""), (one_round(1), ""), (wrong, "host was nvme"), (one_round(2), "")]
-    measure(bench, iter(taken))
-    ratio = bench.report.ratios["same_turn_host_ttft_over_computed"]
-    assert (ratio["value"], ratio["max"], ratio["n"]) == (0.25, 0.25, 2)
-    assert bench.report.ratios["same_turn_computed_ms_p99"]["value"] == 4000.0
-    assert bench.report.raw["same_turn"]["left_out"] == ["host was nvme"]
-
-
-def test_places_that_never_come_about_are_refused(bench: Bench) -> None:
-    rounds = iter([(one_round(0), ""), *[(one_round(1), "host was nvme")] * 9])
-    with pytest.raises(RequestFailedError, match="host was nvme"):
-        measure(bench, rounds)
-    assert not bench.report.ratios

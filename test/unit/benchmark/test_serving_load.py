@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import random
-import subprocess
-import sys
-from pathlib import Path
-
-import psutil
 import pytest
 
 from kit.samples import sample
 from serving_bench.balanced import ideal_s, paced_bytes_per_s, prefill_s_per_token
-from serving_bench.neighbour import busy_cores
-from serving_bench.paced_disk import PacedDisk, Read, achieved_bytes_per_s
+from serving_bench.paced_disk import Read, achieved_bytes_per_s
 from serving_bench.regret import regrets
-from serving_bench.setting import FULL, QUICK
-from serving_bench.systems import ALWAYS, SYSTEMS, launch_arguments
-from serving_bench.users import BUSY, User, busy_share, think_s
-
-READER = """
-import sys, time
-from pathlib import Path
-from sglang_tiered.storage.region.device import FileDevice, aligned_buffer
-device = FileDevice(Path(sys.argv[1]), direct=False)
-fd = device.create("region", 1 << 20)
-page = aligned_buffer(1 << 16)
-for number in range(4):
-    assert device.readv(fd, [page], number << 16) == 1 << 16
-"""
+from serving_bench.systems import ALWAYS
+from serving_bench.users import BUSY, think_s
 
 
 def test_the_ideal_shares_work_between_both_ends() -> None:
@@ -54,25 +34,6 @@ def test_reads_side_by_side_share_one_disk() -> None:
     assert achieved_bytes_per_s([]) == 0.0
 
 
-def test_a_paced_disk_reads_at_its_speed(tmp_path: Path) -> None:
-    disk = PacedDisk(tmp_path)
-    disk.set_speed(1 << 20)
-    (tmp_path / "store").mkdir()
-    command = [sys.executable, "-c", READER, str(tmp_path / "store")]
-    environment = {**os.environ, **disk.environment("tiered")}
-    subprocess.run(command, env=environment, check=True, timeout=60)
-    reads = disk.reads("tiered")
-    assert [read.num_bytes for read in reads] == [1 << 16] * 4
-    assert 0.5 * (1 << 20) < achieved_bytes_per_s(reads) <= 1 << 20
-    assert disk.reads("tiered", start=3) == reads[3:]
-    assert disk.reads("stock") == []
-
-
-def test_a_server_is_idle_between_requests() -> None:
-    taken = [sample(started_s=at, latency_s=took) for at, took in ((10, 2), (11, 2), (14, 1))]
-    assert busy_share(taken) == pytest.approx(4 / 5)
-
-
 def test_thinking_times_keep_a_server_busy() -> None:
     # Five users of a server that takes 0.1 s for each request, one after the other.
     taken = [sample(started_s=i / 10, latency_s=0.1) for i in range(50)]
@@ -82,32 +43,6 @@ def test_thinking_times_keep_a_server_busy() -> None:
     assert think_s(queued, 1) == 0.0
 
 
-def test_users_range_from_device_to_ten_hosts() -> None:
-    for setting in (QUICK, FULL):
-        crowd = setting.crowd
-        assert crowd.users[0] * crowd.contexts[1] <= crowd.geometry.device_tokens
-        assert 8 <= crowd.users[-1] * crowd.contexts[1] / crowd.geometry.host_tokens <= 12
-        capacity = setting.with_nvme(1000).crowd.geometry.nvme_bytes
-        assert capacity > crowd.users[-1] * crowd.contexts[1] * 1000
-
-
-def test_a_full_conversation_goes_back_to_opening() -> None:
-    user = User("u", 100, 220, num_new=30, num_output=1, source=random.Random(1))
-    opening = user.first_turn()
-    assert 100 <= len(opening.prompt) <= 190
-    request, lengths = opening, []
-    for _ in range(12):
-        user.answered(request, sample())
-        history = list(user.history)
-        request = user.turn()
-        assert request.prompt[:100] == opening.prompt[:100]
-        assert list(request.prompt[: request.num_reusable]) == history[: request.num_reusable]
-        lengths.append(len(request.prompt))
-    assert max(lengths) <= 220
-    assert 130 in lengths, "it went back to its opening"
-    assert len({request.label, opening.label}) == 2
-
-
 def test_regret_is_over_the_better_of_both() -> None:
     taken = {
         "tiered": [sample(ttft_s=1.1), sample(ttft_s=0.9)],
@@ -115,27 +50,3 @@ def test_regret_is_over_the_better_of_both() -> None:
         "stock": [sample(ttft_s=2.0), sample(ttft_s=0.9)],
     }
     assert regrets(taken) == pytest.approx([1.1, 1.0])
-
-
-def test_always_differs_by_its_policy_alone(tmp_path: Path) -> None:
-    geometry = FULL.main
-    given = launch_arguments(ALWAYS, geometry, tmp_path / ALWAYS)
-    default = launch_arguments("tiered", geometry, tmp_path / "tiered")
-    assert given[-2:] == ["--tier-load", "always"]
-    assert "--tier-load" not in default
-    assert len(given) == len(default) + 2
-    assert ALWAYS not in SYSTEMS
-
-
-def test_neighbours_end_with_what_they_disturb() -> None:
-    before = set(psutil.Process().children())
-    with busy_cores(2):
-        started = set(psutil.Process().children()) - before
-        assert len(started) == 2
-    assert not any(process.is_running() for process in started)
-
-
-def test_requests_of_two_users_never_match() -> None:
-    users = [User(f"u{i}", 100, 220, 30, 1, random.Random(i)) for i in range(2)]
-    one, other = (user.first_turn() for user in users)
-    assert one.prompt[:64] != other.prompt[:64]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kit.serving import Quiet, serving
-from sglang_tiered.demo.asking import ASKED, NUM_NEW, Answer, AskedServer, Client, glossary
+from sglang_tiered.demo.asking import NUM_NEW, Answer, AskedServer, Client
 from sglang_tiered.demo.command import (
     DEVICE,
     EXPECTED,
@@ -31,7 +31,6 @@ from sglang_tiered.demo.command import (
     show,
 )
 from sglang_tiered.demo.server import NotServingError
-from sglang_tiered.errors import ConfigError
 from sglang_tiered.tools.terminal import run_program
 
 
@@ -58,7 +57,6 @@ def where_they_lie(target: AskedServer, num_prompts: int, length: int) -> dict[i
     "target",
     [
         DEMO,
-        pools(4096, 8192),
         pools(8192, 16_384, 1),
         pools(65_536, 700_000),
         pools(1000, 5000, 128),
@@ -71,26 +69,6 @@ def test_every_rows_prompts_lie_in_its_tier(target: AskedServer) -> None:
     for row, ages in rows.items():
         assert ages
         assert {lie[age] for age in ages} == {row}
-
-
-def test_the_demo_has_few_prompts_several_per_row() -> None:
-    assert make_plan(DEMO) == (
-        1537,
-        {DEVICE: range(3), HOST: range(6, 9), NVME: range(12, 15)},
-    )
-
-
-@pytest.mark.parametrize(
-    ("target", "row"),
-    [(pools(8192, 16_320, has_nvme=False), NVME), (pools(8192, 8192), HOST)],
-)
-def test_a_tier_that_gives_nothing_has_no_row(target: AskedServer, row: str) -> None:
-    assert [source for source, ages in make_plan(target)[1].items() if not ages] == [row]
-
-
-def test_a_device_too_small_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max-total-tokens"):
-        make_plan(pools(100, 5000))
 
 
 def answer(source: str, tier: str, token: int = 7) -> Answer:
@@ -106,27 +84,6 @@ def rows() -> dict[str, dict[int, Answer]]:
         source: {number: answer(source, tier) for number in range(15 if source == FIRST else 3)}
         for source, tier in EXPECTED.items()
     }
-
-
-def test_the_table_shows_every_row_in_80_columns(
-    rows: dict[str, dict[int, Answer]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert show(document(rows, DEMO, is_here=True)) == 0
-    said = capsys.readouterr().out.splitlines()
-    lines = {source: line for line in said for source in EXPECTED if line.startswith(f"{source} ")}
-    assert max(map(len, said[1:])) <= 80
-    assert lines[FIRST].split()[-5:] == ["0", "0", "0", "23,055", "1.0x"]
-    assert lines[DEVICE].split()[-9:-5] == ["25", "(25", "to", "25)"]
-    for source, counts in {
-        DEVICE: ["4,608", "0", "0"],
-        HOST: ["0", "4,608", "0"],
-        KILLED: ["0", "0", "4,608"],
-    }.items():
-        assert lines[source].split()[-5:] == [*counts, "3", "8.0x"]
-    assert said[-1] == "All answers were equal, token by token."
 
 
 def test_one_differing_token_is_no_success(
@@ -148,18 +105,6 @@ def test_a_recomputed_row_is_no_success(
     assert capsys.readouterr().err.endswith(f"expected: {source}\n")
 
 
-def test_the_document_has_the_promised_shape(rows: dict[str, dict[int, Answer]]) -> None:
-    report = json.loads(json.dumps(document(rows, DEMO, is_here=True)))
-    assert report.keys() == {"date", "machine", "settings", "rows", "answers_equal"}
-    assert [row["from"] for row in report["rows"]] == list(EXPECTED)
-    ttft_s = dict.fromkeys(("median", "min", "max"), 0.025)
-    tokens = {"device": 0, "host": 0, "nvme": 4608, "computed": 3}
-    row = {"from": "NVMe", "num_prompts": 3, "ttft_s": ttft_s, "tokens": tokens}
-    assert report["rows"][3] == row
-    assert report["machine"]["cores"]
-    assert document(rows, DEMO, is_here=False)["machine"] == {}, "another machine is not this one"
-
-
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -179,29 +124,6 @@ def refusal(
     assert not said.out
     assert said.err.count("\n") == 1
     return said.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--what"], "--what"),
-        (["--url", "localhost:30000"], "pass http://HOST:PORT"),
-        (["--url", "http://["], "pass http://HOST:PORT"),
-        (
-            ["--url", "http://127.0.0.1:9"],
-            "no SGLang server answers the demo at http://127.0.0.1:9",
-        ),
-        (["--json", "/nowhere/at/all.json"], "/nowhere/at/all.json cannot be written"),
-        (["--json", "/"], "/ cannot be written"),
-    ],
-)
-def test_bad_input_is_refused_with_one_sentence(
-    arguments: list[str],
-    sentence: str,
-    interruption: Interruption,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert sentence in refusal(arguments, interruption, capsys)
 
 
 def test_a_refusal_empties_no_existing_file(
@@ -248,10 +170,7 @@ def sglang(**given: Any) -> Iterator[str]:
     ("status", "info", "sentence"),
     [
         (200, b"<html>", "no SGLang server answers"),
-        (200, b"[]", "no SGLang server answers"),
-        (404, b"", "HTTP Error 404"),
         (401, b"", "wants no key"),
-        (200, {"internal_states": [{}]}, "no tiers"),
         (200, {"internal_states": [STATE, STATE]}, "several replicas"),
     ],
 )
@@ -274,20 +193,18 @@ def test_another_kind_of_server_is_refused(
 PARTS = ["\n", "\n", "ha", "ha", "haha"]  # one begins with all before it
 
 
-def answering(sends: str = "all so far") -> list[dict[str, object]]:
+def answering() -> list[dict[str, object]]:
     chunks: list[dict[str, object]] = []
     tokens = [[number] for number in range(4)] + [list(range(4, NUM_NEW))]
     for end in range(1, len(PARTS) + 1):
-        begin = 0 if sends == "all so far" else end - 1
-        ids = [token for part in tokens[begin:end] for token in part]
-        meta = {"completion_tokens": sum(map(len, tokens[:end]))}
-        chunks.append({"text": "".join(PARTS[begin:end]), "output_ids": ids, "meta_info": meta})
+        ids = [token for part in tokens[:end] for token in part]
+        meta = {"completion_tokens": len(ids)}
+        chunks.append({"text": "".join(PARTS[:end]), "output_ids": ids, "meta_info": meta})
     return chunks
 
 
-@pytest.mark.parametrize("sends", ["all so far", "what is new"])
-def test_text_is_the_whole_answer(sends: str) -> None:
-    with sglang(chunks=answering(sends)) as url:
+def test_text_is_the_whole_answer() -> None:
+    with sglang(chunks=answering()) as url:
         said = Client(url).ask([1, 2])
     assert (said.text, said.output_ids) == ("".join(PARTS), list(range(NUM_NEW)))
 
@@ -300,26 +217,6 @@ def test_what_is_no_answer_ends_the_demo(chunks: list[dict[str, object]]) -> Non
         Client(url).ask([1])
 
 
-@pytest.mark.parametrize(
-    ("most_s", "asked"),
-    [
-        (0, {FIRST: [0], DEVICE: [0]}),
-        (60, {FIRST: [*range(15)], DEVICE: [14, 13, 12], HOST: [8, 7, 6], NVME: [2, 1, 0]}),
-    ],
-    ids=["a server that would take hours to fill", "one that is filled"],
-)
-def test_new_prompts_end_at_their_time(
-    most_s: float, asked: dict[str, list[int]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with sglang(chunks=answering()) as url:
-        demo = Demo(url)
-        demo.ask_rows(most_s)
-    assert {source: list(answers) for source, answers in demo.rows.items()} == asked
-    said = capsys.readouterr().out
-    assert "  admission: hahahaha (" in said
-    assert ("again: host" in said) == (HOST in asked)
-
-
 def test_a_terminal_obeys_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
     chunks = answering()
     chunks[-1]["text"] = "\x1b]0;owned\x07 \x1b[2J"
@@ -327,27 +224,6 @@ def test_a_terminal_obeys_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
         Demo(url).ask_rows(0)
     said = capsys.readouterr().out
     assert "owned" in said and "\x1b" not in said
-
-
-@pytest.mark.parametrize("length", [20, 65, 577, 1537, 5000])
-def test_no_two_prompts_share_a_first_page(length: int) -> None:
-    with sglang() as url:
-        client = Client(url)
-        prompts = [client.prompt(number, length) for number in range(30)]
-        assert client.prompt(7, length) == prompts[7]
-    assert {len(prompt) for prompt in prompts} == {length}
-    assert len({tuple(prompt[:64]) for prompt in prompts}) == 30
-    assert length < 100 or len({tuple(prompt[-100:-70]) for prompt in prompts}) > 15
-
-
-def test_what_is_asked_stands_near_the_end() -> None:
-    meanings = glossary()
-    assert len(meanings) == 29
-    with sglang() as url:
-        for number, word in enumerate(ASKED):
-            prompt = bytes(Client(url).prompt(number, 700)).decode()
-            assert f"{word}: {meanings[word]}." in prompt
-            assert prompt.endswith(f'What does "{word}" mean?\nAnswer: {word}:')
 
 
 @pytest.mark.parametrize(
@@ -359,12 +235,3 @@ def test_a_signal_waits_until_it_is_allowed(
     os.kill(os.getpid(), number)  # while a process is started, say
     with pytest.raises(raised), interruption.allowed():
         pytest.fail("went on")
-
-
-def test_impatience_does_not_stop_the_clean_up(interruption: Interruption) -> None:
-    with pytest.raises(KeyboardInterrupt), interruption.allowed():
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)

@@ -105,19 +105,3 @@ def test_decode_steps_give_the_bits_of_a_prefill(weight: torch.Tensor, bias: tor
     )
     assert torch.equal(torch.cat(steps).T, expected)
     assert torch.equal(states[3], whole[:, -2:])
-
-
-@pytest.mark.parametrize(
-    ("x", "slots", "activation", "message"),
-    [
-        (torch.zeros(2, CHANNELS), [0, -1], None, "padding"),
-        (torch.zeros(1, CHANNELS, 2), [0], None, "several"),
-        (torch.zeros(1, CHANNELS), [0], "gelu", "gelu"),
-    ],
-)
-def test_cases_of_other_platforms_are_refused(
-    weight: torch.Tensor, x: torch.Tensor, slots: list[int], activation: str | None, message: str
-) -> None:
-    at = torch.tensor(slots)
-    with pytest.raises(NotImplementedError, match=message):
-        causal_conv1d_update(x, fresh_states(), weight, None, activation, conv_state_indices=at)

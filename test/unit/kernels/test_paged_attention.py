@@ -148,14 +148,6 @@ def test_a_long_prefix_keeps_its_precision(dtype: torch.dtype, capped: float) ->
     assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("begin", [0, 8])
-def test_values_may_be_a_slice_of_the_keys(begin: int) -> None:
-    for lengths, run in (([(50, 50), (70, 7)], run_extend), ([(50, 1), (70, 1)], run_decode)):
-        case = make_case(lengths, heads=(4, 1), dims=(24, 24))
-        case.values = case.keys[..., begin : begin + 16]
-        assert_close(run(case, scale=0.2), oracle(case, scale=0.2))
-
-
 def test_an_fp8_cache_is_read_in_query_dtype() -> None:
     case = make_case([(50, 20), (9, 9)])
     case.keys = case.keys.to(torch.float8_e4m3fn)
@@ -210,35 +202,6 @@ def test_block_edges_do_not_move_the_mask(monkeypatch: pytest.MonkeyPatch) -> No
     # A budget below one query's scores still makes progress, a query at a time.
     monkeypatch.setattr(reference, "_SCORE_BUDGET", 1)
     assert_close(run_extend(case, **options), expected)
-
-
-def test_hundreds_of_uneven_sequences_are_padded_little() -> None:
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(1, 400, (300,), generator=generator).tolist()
-    lengths[7] = 9000
-    case = make_case([(n, 1) for n in lengths], heads=(2, 1), dims=(8, 8))
-    plan = plan_decode(case.rows)
-    assert sum(len(g.rows) for g in plan.groups) < 1.3 * sum(lengths)
-    assert len(plan.groups) < 60
-    assert sorted(torch.cat([g.sequences for g in plan.groups]).tolist()) == list(range(300))
-    assert_close(run_decode(case, scale=0.3), oracle(case, scale=0.3))
-
-
-@pytest.mark.parametrize(
-    ("keys", "heads", "dim", "message"),
-    [
-        (4, (6, 2), 16, "5 queries at the end of 4 keys"),
-        (5, (5, 2), 16, "5 query heads"),
-        (5, (6, 2), 8, "head size 8"),
-    ],
-)
-def test_impossible_shapes_are_refused(
-    keys: int, heads: tuple[int, int], dim: int, message: str
-) -> None:
-    case = make_case([(keys, 5)], heads=heads)
-    case.query = case.query[..., :dim]
-    with pytest.raises(ValueError, match=message):
-        run_extend(case, scale=0.25)
 
 
 @settings(max_examples=40, deadline=None)

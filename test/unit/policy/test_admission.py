@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,26 +49,6 @@ def offer(
 
 
 # ---- Write budget ----
-
-
-@settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.floats(0, 2 * DAY_S), st.integers(1, DAY_BYTES // 5)), min_size=1, max_size=60
-    )
-)
-def test_no_day_sees_more_than_the_budget(steps: list[tuple[float, int]]) -> None:
-    clock = Clock()
-    budget = DailyBudget(DAY_BYTES, clock)
-    writes: list[tuple[float, int]] = []
-    for wait_s, num_bytes in steps:
-        clock.now += wait_s
-        if num_bytes <= budget.available:
-            budget.spend(num_bytes)
-            writes.append((clock.now, num_bytes))
-    for start, _ in writes:
-        window = sum(size for at, size in writes if start <= at <= start + DAY_S)
-        assert window <= DAY_BYTES + 1, (start, window)
 
 
 @settings(deadline=None)
@@ -170,18 +149,6 @@ def test_pressure_decides_what_is_taken(
     }
 
 
-def test_length_of_a_long_prefix_grows_with_pressure() -> None:
-    gate = Admission()
-    thresholds = []
-    for step in range(10):
-        offer(gate, keys(step), backlog=0.5 + step * 0.05)
-        lengths = (LONG_PREFIX_TOKENS << doublings for doublings in range(10))
-        thresholds.append(next(tokens for tokens in lengths if gate.is_long(tokens)))
-    assert thresholds[0] == LONG_PREFIX_TOKENS
-    assert thresholds[-1] == LONG_PREFIX_TOKENS << admission.LONG_PREFIX_DOUBLINGS
-    assert all(earlier <= later for earlier, later in itertools.pairwise(thresholds))
-
-
 @pytest.mark.parametrize("backlog", [0.0, BUSY, EXHAUSTED])
 def test_page_that_is_held_already_is_never_dropped(backlog: float) -> None:
     """It costs nothing, and a False for it would keep SGLang from offering what follows."""
@@ -225,17 +192,6 @@ def test_backlog_counts_by_its_waiting_time(
 def budgeted() -> tuple[Admission, Clock]:
     clock = Clock()
     return Admission(budget=DailyBudget(DAY_BYTES, clock)), clock
-
-
-def test_admission_tightens_as_the_budget_is_used_up() -> None:
-    gate, _ = budgeted()
-    levels = []
-    for number in range(12):
-        offer(gate, keys(number), prefix_tokens=0)
-        levels.append(gate.level)
-        gate.spend(10_000)
-    assert levels == [Level.OPEN] * 5 + [Level.SELECTIVE] * 5 + [Level.CLOSED] * 2
-    assert gate.outcomes[Outcome.DROPPED_BUDGET] == 2
 
 
 def test_operation_larger_than_the_budget_keeps_its_head() -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
-import operator
 import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -147,16 +144,6 @@ def test_a_role_below_its_floor_gets_a_server(half: str) -> None:
         assert policy.loads[HALVES.index(half)] == pytest.approx(0.1 if "a" in there else 0.0)
 
 
-def test_nobody_switches_beside_another() -> None:
-    """Whoever ordered that. Load is measured anew after it."""
-    servers = {"a": prefill(0.9), "b": decode(0.1), "c": decode(0.1)}
-    policy = balance()
-    for now in range(2 * int(COOLDOWN_S)):
-        assert policy.look(now, servers, is_switching=now > 20) is None
-    assert policy.why == "switching" and math.isnan(policy.loads[0])
-    assert watch(policy, servers, COOLDOWN_S) is not None
-
-
 def test_each_refusal_doubles_the_time_to_the_next() -> None:
     """Servers take nothing new while they drain in vain. One that switches ends that, and one that
     never can costs no time."""
@@ -185,20 +172,6 @@ def test_prefill_that_waits_for_loads_gives_nobody() -> None:
         assert watch(balance(), idle | busy, 3 * COOLDOWN_S) is not None, "decode may be why"
 
 
-def test_moving_decode_load_decides_nothing() -> None:
-    """Whichever role would give a server: answers of what prefill did just now are to come yet."""
-    for half, levels in ((0.9, (0.1, 0.3)), (0.1, (0.5, 0.95))):
-        policy = balance()
-        for now in range(4 * int(COOLDOWN_S)):
-            level = levels[0] + (levels[1] - levels[0]) * min(1.0, now / (3 * COOLDOWN_S))
-            level = level if half > 0.5 else levels[1] + levels[0] - level
-            servers = dict.fromkeys("ab", prefill(half)) | dict.fromkeys("cd", decode(level))
-            switch = policy.look(now, servers)
-            if COOLDOWN_S < now < 3 * COOLDOWN_S:
-                assert switch is None and policy.why in ("trailing", "calm")
-        assert policy.why != "trailing"
-
-
 def test_steps_never_in_time_are_no_load() -> None:
     """Steps take 25 ms with one request as with all, and 20 ms is wanted."""
     servers = timed_servers((10, 1000, 10), (0, 10_000), lambda b: 0.025)
@@ -206,73 +179,6 @@ def test_steps_never_in_time_are_no_load() -> None:
     for now in range(3 * int(COOLDOWN_S)):
         assert policy.look(now, servers(now)) is None
     assert policy.why == "slow"
-
-
-def test_slow_steps_measure_no_load() -> None:
-    """For a while every step took longer than is wanted: a batch was no load of forty servers."""
-    policy = balance(tpot_s=0.05)
-    servers = timed_servers((40, 1000, 40), (0, 10_000), lambda b: 0.001 + 0.001 * b)
-    slow = timed_servers((40, 1000, 40), (0, 10_000), lambda b: 0.06 + 0.001 * b)
-    for now in range(3600, 3600 + 4 * int(COOLDOWN_S)):
-        is_slow = now < 3600 + COOLDOWN_S
-        told = servers(now - 3600 + (0 if is_slow else 1e5))
-        told["b"] = slow(now - 3600)["b"] if is_slow else told["b"]
-        told["c"] = prefill(0.5)
-        assert policy.look(now, told) is None
-        assert not policy.loads[1] > 1.5
-
-
-def test_a_lost_role_is_filled_though_slow() -> None:
-    slow = timed_servers((10, 1000, 10), (0, 10_000), lambda b: 0.025)
-    policy = balance(tpot_s=0.02)
-    for now in range(1, int(COOLDOWN_S)):
-        assert policy.look(now, {**slow(now), "c": prefill(0.5)}) is None
-    last = slow(COOLDOWN_S)["b"][0].decode
-    steps = msgspec.structs.replace(last, requests=0, tokens=0)
-    servers = {"a": prefill(0.5, decode=steps), "c": prefill(0.5)}
-    orders = [policy.look(COOLDOWN_S + now, servers) for now in range(2 * int(COOLDOWN_S))]
-    assert {one.role for one in orders if one} == {"decode"}
-
-
-def test_an_even_batch_has_a_price() -> None:
-    """Forty requests in every step of this time tell nothing of one more; those before do."""
-    policy = balance(tpot_s=0.1)
-    sums = [0.0] * 6
-    for now in range(3600 + 2 * int(COOLDOWN_S)):
-        batch = now % 40 + 1 if now < 3600 else 40
-        one_us = 1e4 + 2e3 * batch
-        step = (1, batch, one_us, batch * batch, batch * one_us, batch)
-        sums = [total + 10 * more for total, more in zip(sums, step, strict=True)]
-        if now >= 3600 - COOLDOWN_S:
-            steps = DecodeLoad(40, 1000, tuple(sums), 40)  # type: ignore[arg-type]
-            there = decode(0, decode=steps, device=Room(40, 400))
-            policy.look(now, {"a": prefill(0.5), "b": there})
-    assert policy.loads[1] == pytest.approx((40 / 0.09) / (45 / 0.1), rel=0.03)
-
-
-def test_old_steps_price_no_new_ones() -> None:
-    """Contexts were short for an hour, and are long now: a step takes four times as long."""
-    policy = balance(tpot_s=0.05)
-    make = timed_servers((10, 1000, 10), (0, 10_000), lambda b: 0.001 + 0.001 * b)
-    slower = timed_servers((10, 1000, 10), (0, 10_000), lambda b: 0.004 + 0.004 * b)
-    for now in range(2 * int(COOLDOWN_S)):
-        servers, before, more = make(3600), make(3600)["b"][0].decode, slower(now)["b"][0].decode
-        sums = tuple(map(operator.add, before.moments, more.moments))
-        steps = msgspec.structs.replace(before, moments=sums)
-        servers["b"] = [msgspec.structs.replace(servers["b"][0], decode=steps)]
-        policy.look(3600 + now, servers)
-    rate = 10 / (0.004 + 0.04), 11.5 / 0.05
-    assert policy.loads[1] == pytest.approx(rate[0] / rate[1], rel=0.05)
-
-
-def test_a_server_that_comes_leaves_the_measure() -> None:
-    """The load is that of all."""
-    servers = {"a": prefill(0.9), "b": decode(0.1), "c": decode(0.1)}
-    policy = balance()
-    watch(policy, servers, COOLDOWN_S / 2)
-    for now in range(int(COOLDOWN_S / 2), int(COOLDOWN_S)):
-        assert policy.look(now, {**servers, "d": decode(0.0)}) is None
-    assert policy.look(COOLDOWN_S, {**servers, "d": decode(0.0)}) is not None
 
 
 @pytest.mark.parametrize("loads", [(0.5, 0.2, 0.2, 0.2), (0.6, 0.6, 0.5, 0.5)])
@@ -286,13 +192,6 @@ def test_a_server_missed_once_moves_nobody(loads: tuple[float, ...]) -> None:
         there = {one: record for one, record in servers.items() if one or not is_missed}
         assert policy.look(now, there) is None
         assert not is_missed or policy.why in ("measuring", "floor")
-
-
-def test_a_replica_is_a_part_of_its_server() -> None:
-    half = {"a": prefill(0.9) + prefill(0.1), "b": decode(0.5) + decode(0.1), "c": decode(0.3)}
-    policy = balance()
-    watch(policy, half, COOLDOWN_S)
-    assert policy.loads == (pytest.approx(0.5), pytest.approx(0.6))
 
 
 def timed_servers(
@@ -446,41 +345,6 @@ def test_constant_load_is_never_switched_back(
     assert policy.why in ("calm", "balanced")
 
 
-def test_chance_turns_few_servers_back() -> None:
-    """Requests come by chance, prompts are of many lengths, and two splits of eight servers are as
-    good, in two hours."""
-    draw, roles = random.Random(3), dict(enumerate(HALVES * 4))
-    policy, rate, work_s = balance(cooldown_s=60.0), 1.4, 3.2 / 1.4
-    capacity = rate * 25 / 2.4
-    queued_s, ends, worked = 0.0, list[float](), deque[float](maxlen=10)
-    taken = list[str]()
-    for now in range(2 * 3600):
-        num_prefill = count_of(roles, "prefill")
-        for _ in range(poisson(draw, rate)):
-            queued_s += work_s * draw.lognormvariate(-0.5, 1.0)
-        done_s = min(queued_s, num_prefill)
-        queued_s -= done_s
-        worked.append(done_s / num_prefill)
-        handed, part = divmod(done_s / work_s, 1)
-        new = int(handed) + (draw.random() < part)
-        ends = [one for one in ends if one > now] + [now + draw.uniform(20, 30) for _ in range(new)]
-        busy = {
-            "prefill": min(1.0, sum(worked) / len(worked)),
-            "decode": min(1.0, len(ends) / capacity / (len(roles) - num_prefill)),
-        }
-        if role := follow(policy, roles, now, busy):
-            taken.append(role)
-    assert sum(one != other for one, other in itertools.pairwise(taken)) <= 3
-
-
-def poisson(draw: random.Random, rate: float) -> int:
-    """Draw a number of arrivals (Knuth)."""
-    number, left = 0, draw.random()
-    while left > math.exp(-rate):
-        number, left = number + 1, left * draw.random()
-    return number
-
-
 def test_each_change_back_waits_twice_as_long() -> None:
     """Loads that turn with every order; one that is turned long after counts anew."""
     policy, times, now = balance(), list[float](), 0
@@ -518,12 +382,3 @@ def follow(
     roles[switch.server] = switch.role
     policy.ended(switch, now, switched=True, again=True)
     return switch.role
-
-
-def test_constant_load_ends_at_the_planners_split() -> None:
-    roles = dict(enumerate(["prefill"] * 6 + ["decode"] * 2))
-    policy, tandem = balance(), Tandem((2.4, 4.4), waits=True)
-    for now in range(20 * int(COOLDOWN_S)):
-        busy = tandem.second((count_of(roles, "prefill"), count_of(roles, "decode")))
-        follow(policy, roles, now, busy)
-    assert count_of(roles, "prefill") == 3

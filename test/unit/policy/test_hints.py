@@ -6,43 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.cost_model import LoadPlan
-from sglang_tiered.policy.hints import LIFE_S, PIECE_TOKENS, HintQueue, piece_length, short_piece
+from sglang_tiered.policy.hints import PIECE_TOKENS, HintQueue, piece_length
 
 PAGE = 64
-
-
-def test_hints_are_served_as_they_came() -> None:
-    queue = HintQueue[str](1000)
-    first, second = queue.add("a", 100, now=0.0), queue.add("b", 200, now=1.0)
-    assert queue.next() is first
-    queue.served(first, 60)
-    assert queue.next() is second and queue.num_tokens == 260
-    queue.drop(second, "why", now=2.0)
-    assert queue.next() is None and queue.num_tokens == 60
-    assert queue.get("b") is second and second.why_dropped == "why"
-
-
-def test_lives_end_in_order_dropped_ones_later() -> None:
-    queue = HintQueue[str](1000)
-    first, second = queue.add("a", 100, now=0.0), queue.add("b", 200, now=1.0)
-    assert queue.oldest() is first and first.until == LIFE_S
-    queue.drop(first, "over", now=LIFE_S)
-    assert queue.oldest() is second and first.until == 2 * LIFE_S
-    queue.remove("b")
-    assert queue.oldest() is first
-    queue.remove("a")
-    assert queue.oldest() is None and len(queue) == 0
-
-
-def test_one_hint_never_takes_more_than_all_may() -> None:
-    queue = HintQueue[str](1000, max_hints=2)
-    assert queue.room_for(5000) == 1000
-    queue.add("a", 400, now=0.0)
-    assert queue.room_for(600) == 600 and queue.room_for(601) == 0
-    assert queue.room_for(5000) == 0, "it waits for the others, as it would take all"
-    queue.add("b", 1, now=0.0)
-    assert queue.room_for(1) == 0, "there are too many"
 
 
 @pytest.mark.parametrize(
@@ -67,20 +33,11 @@ def test_pieces_of_any_size_come_to_an_end(num_pages: int, page: int, piece: int
     assert (length > 0) == (num_pages > 0)
 
 
-@pytest.mark.parametrize(
-    ("late_s", "load_s", "saved_s", "piece"),
-    [
-        (0.0, 1e-4, 1e-3, 2048),
-        (0.0, 1e-3, 2e-3, 192),
-        (0.0, 0.1, 0.2, 128),  # a page takes long already
-        (0.3, 1e-4, 5e-4, 2048),  # late, it still pays
-        (0.3, 1e-3, 1.2e-3, 1536),
-        (0.3, 1e-3, 1.15e-3, 2048),
-    ],
-)
-def test_piece_of_a_slow_tier_is_short(
-    late_s: float, load_s: float, saved_s: float, piece: int
-) -> None:
-    """Of a tier that answers ``late_s`` late, at so much a token."""
-    plan = lambda length: LoadPlan((length,), late_s + length * load_s, length * saved_s)  # noqa: E731
-    assert short_piece(range(64, 2049, 64), plan) == piece
+def test_one_hint_never_takes_more_than_all_may() -> None:
+    queue = HintQueue[str](1000, max_hints=2)
+    assert queue.room_for(5000) == 1000
+    queue.add("a", 400, now=0.0)
+    assert queue.room_for(600) == 600 and queue.room_for(601) == 0
+    assert queue.room_for(5000) == 0, "it waits for the others, as it would take all"
+    queue.add("b", 1, now=0.0)
+    assert queue.room_for(1) == 0, "there are too many"

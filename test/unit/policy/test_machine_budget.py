@@ -17,12 +17,6 @@ def member(cap: int, *, floor: int = 10, **more: Any) -> StoreShare:
     )
 
 
-def test_what_nobody_has_is_taken_first() -> None:
-    members = {"a": member(50, wants_bytes=8, coldest_s=1.0), "b": member(45)}
-    assert grant(TOTAL, members, "a") == 5
-    assert recall(TOTAL, members, "a") == {"b": 42}, "and what lacks is asked for"
-
-
 def test_floors_are_lent_to_nobody() -> None:
     members = {"a": member(80, wants_bytes=50, coldest_s=0.0), "b": member(0, held_bytes=0)}
     assert grant(TOTAL, members, "a") == 10
@@ -32,54 +26,27 @@ def test_floors_are_lent_to_nobody() -> None:
 
 
 TAKER = member(50, wants_bytes=8, coldest_s=1.0)
-COLD = {"coldest_s": 90.0, "wants_bytes": 1}
+SMALL = member(20, wants_bytes=15, coldest_s=1.0)
+WARM = member(40, wants_bytes=1, coldest_s=50.0)
+COLD = member(40, wants_bytes=1, coldest_s=90.0)
+UNUSED = member(50, held_bytes=30, coldest_s=0.0)
+ASKED = {
+    "an unused part goes however recently used": ([TAKER, UNUSED], {1: 42}),
+    "a closed store gives before a live one": (
+        [TAKER, member(25, coldest_s=90.0), member(25, is_live=False)],
+        {2: 17},
+    ),
+    "the coldest gives first": ([SMALL, WARM, COLD], {2: 25}),
+    "and no more than it can": ([SMALL, WARM, COLD._replace(keeps_bytes=36)], {2: 36, 1: 29}),
+    "what is on its way is asked once": ([TAKER, member(50, due_bytes=42, coldest_s=90.0)], {}),
+}
 
 
-@pytest.mark.parametrize(
-    ("members", "asked"),
-    [
-        pytest.param(
-            {
-                "a": member(50, wants_bytes=4, coldest_s=9.0),
-                "b": member(50, held_bytes=30, coldest_s=0.0),
-            },
-            {"b": 46},
-            id="an unused part goes however recently used",
-        ),
-        pytest.param(
-            {"a": TAKER, "b": member(25, coldest_s=90.0), "c": member(25, is_live=False)},
-            {"c": 17},
-            id="a closed store gives before a live one",
-        ),
-        pytest.param(
-            {
-                "a": member(20, wants_bytes=15, coldest_s=1.0),
-                "b": member(40, coldest_s=50.0, wants_bytes=1),
-                "c": member(40, **COLD),
-            },
-            {"c": 25},
-            id="the coldest gives first",
-        ),
-        pytest.param(
-            {
-                "a": member(20, wants_bytes=15, coldest_s=1.0),
-                "b": member(40, coldest_s=50.0, wants_bytes=1),
-                "c": member(40, keeps_bytes=36, **COLD),
-            },
-            {"c": 36, "b": 29},
-            id="and no more than it can",
-        ),
-        pytest.param(
-            {"a": TAKER, "b": member(50, due_bytes=42, coldest_s=90.0)},
-            {},
-            id="what is on its way is asked once",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("members", "asked"), ASKED.values(), ids=ASKED)
 def test_what_lacks_is_asked_of_the_coldest(
-    members: dict[str, StoreShare], asked: dict[str, int]
+    members: list[StoreShare], asked: dict[int, int]
 ) -> None:
-    assert recall(TOTAL, members, "a") == asked
+    assert recall(TOTAL, dict(enumerate(members)), 0) == asked
 
 
 def test_two_that_are_equally_busy_do_not_trade() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,51 +27,6 @@ def test_dropped_page_that_is_stored_later_leaves_clean() -> None:
     accounting.note_freed(pages(0, 1))
     assert left(accounting) == {EvictionOutcome.CLEAN: 1, EvictionOutcome.LOST_WAITING: 1}
     assert accounting.num_dirty == 0
-
-
-@pytest.mark.parametrize("is_loaded", [True, False])
-def test_page_nobody_told_of_is_unoffered(is_loaded: bool) -> None:
-    """Once it left, its slot is another page's; nor does a store of one that never came count."""
-    accounting = PageAccounting(8, 1)
-    if is_loaded:
-        accounting.note_loaded(pages(5))
-        accounting.note_freed(pages(5))
-    else:
-        accounting.note_stored(pages(1, 5), [EvictionOutcome.CLEAN, EvictionOutcome.LOST_FAILED])
-        accounting.note_freed(pages(1))
-    assert accounting.num_dirty == 0
-    accounting.note_freed(pages(5))
-    assert left(accounting) == {EvictionOutcome.CLEAN: 1, EvictionOutcome.LOST_UNOFFERED: 1}
-    accounting.check_integrity()
-
-
-def test_flush_takes_everything_and_says_what_was_dirty() -> None:
-    accounting = PageAccounting(8, 1)
-    accounting.note_written(pages(0, 1, 2))
-    accounting.note_stored(pages(1), [EvictionOutcome.CLEAN])
-    accounting.note_flushed()
-    accounting.note_flushed()
-    assert left(accounting) == {EvictionOutcome.CLEAN: 1, EvictionOutcome.LOST_FLUSHED: 2}
-    assert accounting.num_dirty == 0
-    accounting.note_written(pages(0))
-    assert accounting.num_dirty == 1
-
-
-def test_kv_without_a_host_page_is_counted() -> None:
-    accounting = PageAccounting(1, 1)
-    accounting.note_never_written(7)
-    assert left(accounting) == {EvictionOutcome.LOST_HOST_SHORT: 7} and accounting.num_dirty == 0
-
-
-@pytest.mark.parametrize(
-    "outcome", [outcome for outcome in EvictionOutcome if outcome is not EvictionOutcome.CLEAN]
-)
-def test_every_reason_is_told_apart(outcome: EvictionOutcome) -> None:
-    accounting = PageAccounting(4, 1)
-    accounting.note_written(pages(2))
-    accounting.note_stored(pages(2), [outcome])
-    accounting.note_freed(pages(2))
-    assert left(accounting) == {outcome: 1}
 
 
 @given(

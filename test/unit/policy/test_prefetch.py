@@ -92,22 +92,3 @@ def test_turns_follow_the_ranks(window: Window) -> None:
     window.withdraw_load(early)
     window.put_off_load("early", 100, (-1, 1))  # attempted, and put off again
     assert window.turns(0) == ["early", "late", "low"]
-
-
-def test_step_looks_at_few_of_many(window: Window) -> None:
-    class Rank(int):
-        num_looks = 0
-
-        def __lt__(self, other: int) -> bool:
-            Rank.num_looks += 1
-            return int(self) < other
-
-    put_off = [window.put_off_load(f"{number}", 900, (0, Rank(number))) for number in range(1000)]
-    window.could_start(put_off[7])
-    Rank.num_looks = 0
-    assert window.first_ready() is put_off[7]
-    assert window.turns(0) == ["7"]
-    window.withdraw_load(put_off[7])
-    window.put_off_load("7", 900, (0, Rank(7)))  # attempted, and put off again
-    assert window.turns(0) == ["0"]
-    assert Rank.num_looks < 50

@@ -9,16 +9,6 @@ from hypothesis import strategies as st
 from sglang_tiered.policy.queue_wait import HALF_LIFE, QueuePlace, QueueWait
 
 
-def test_first_guess_is_one_prefill_after_another() -> None:
-    queue = QueueWait()
-    places: list[QueuePlace] = []
-    for number in range(5):
-        assert queue.seconds(is_busy=True) == pytest.approx(0.1 * number)
-        places.append(queue.arrives(None, 0.1, now=0.0, is_busy=True))
-    queue.admitted(places[0], 0.0)
-    assert queue.seconds(places[3], is_busy=True) == pytest.approx(0.2)  # of 1 and 2
-
-
 @pytest.mark.parametrize("slowness", [0.25, 8.0])
 def test_queue_that_moves_at_another_speed_is_noticed(slowness: float) -> None:
     """Batches hold several requests; full memory or running decodes hold all of them up."""
@@ -77,16 +67,6 @@ def test_higher_priority_waits_for_its_equals_alone() -> None:
     assert queue.seconds(high, is_busy=False) == 0.0
     assert queue.seconds(low, is_busy=False) == pytest.approx(0.3)
     assert high.order < middle.order < low.order
-
-
-def test_place_that_became_shorter_is_shorter_for_all() -> None:
-    """A request that was going to compute loads instead."""
-    queue = QueueWait()
-    first, second, third = (queue.arrives(None, 10.0, 0.0, is_busy=True) for _ in range(3))
-    assert queue.arrives(first, 0.1, 0.0, is_busy=True) is first
-    assert queue.seconds(third, is_busy=False) == pytest.approx(10.1)
-    queue.admitted(first, 0.0)
-    assert queue.seconds(second, is_busy=False) == pytest.approx(0.0)
 
 
 @example(  # what rounding leaves is no negative wait, which a router would refuse

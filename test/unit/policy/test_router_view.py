@@ -20,7 +20,6 @@ from sglang_tiered.policy.server_costs import (
     Room,
     ServerCosts,
     TierPrices,
-    Waiting,
     parse_server_costs,
 )
 
@@ -40,19 +39,6 @@ def view_of(*records: RankCosts) -> RouterView:
     for record in records:
         view.add(record, 100.0)
     return view
-
-
-def test_a_record_says_what_choices_need() -> None:
-    decoding = {"decode": DecodeLoad(3, 8, (0,) * 6), "device": Room(1024, 4096)}
-    decoding["waiting"] = Waiting(2, 500)  # for their handoffs
-    view = view_of(record_of(**decoding), record_of(always_loads=True))
-    state, always = view.states
-    assert (state.busy, state.service_s, state.num_others) == (0.5, 0.125, 7)
-    assert (state.ahead, state.host_token_s) == ((64, 0, 128), MODEL.prefill.all_prices[3])
-    assert (state.always_loads, always.always_loads) == (False, True)
-    assert state.queue_s(100.0) == pytest.approx(0.75), "the prefill that runs counts once"
-    decode = view.decode_states[0]
-    assert (decode.num_running, decode.num_tokens, decode.max_tokens) == (5, 1024, 4096)
 
 
 def test_what_was_sent_counts_until_snapshots_have_it() -> None:

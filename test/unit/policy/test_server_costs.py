@@ -16,6 +16,7 @@ from sglang_tiered.storage.base import Tier
 
 PAGE, BYTES = 64, 131_072
 
+pages = st.integers(0, 400).map(lambda count: count * PAGE)
 batches = st.lists(
     st.tuples(
         st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 60_000)), min_size=1, max_size=3),
@@ -34,25 +35,23 @@ def answer(*ranks: RankCosts) -> bytes:
     return msgspec.json.encode(ServerCosts(draining=False, num_ranks=1, ranks=ranks))
 
 
-@given(
-    batches,
-    loads,
-    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 400)), max_size=4),
-    st.integers(1, 5000),
-    st.integers(0, 20_000),
-    st.floats(0, 5),
-    st.tuples(*[st.integers(0, 50_000)] * 3),
-    st.integers(0, 50),
+asked = st.fixed_dictionaries(
+    {
+        "num_new": st.integers(1, 5000),  # and what is held
+        "num_before": st.integers(0, 20_000),
+        "queue_wait_s": st.floats(0, 5),
+        "ahead": st.tuples(*[st.integers(0, 50_000)] * 3),
+        "num_others": st.integers(0, 50),
+        "spans": st.lists(st.tuples(st.integers(0, 2), pages), max_size=4),
+    }
 )
+
+
+@given(batches, loads, asked)
 def test_router_plans_as_the_server_does(
     seen: list[tuple[list[tuple[int, int]], float, int]],
     read: list[tuple[int, int, float, int]],
-    held: list[tuple[int, int]],
-    num_rest: int,
-    num_before: int,
-    queue_wait_s: float,
-    ahead: tuple[int, ...],
-    num_others: int,
+    given: dict[str, Any],
 ) -> None:
     model = CostModel(
         page_tokens=PAGE,
@@ -63,19 +62,10 @@ def test_router_plans_as_the_server_does(
         model.prefill.observe(spans_of_batch, seconds, num_copied)
     for tier, num_bytes, seconds, num_loads in read:
         model.transfers[tier].observe(num_bytes, seconds, num_loads)
-    spans = [(tier, num_pages * PAGE) for tier, num_pages in held]
-    num_held = sum(num_tokens for _, num_tokens in spans)
+    num_held = sum(num_tokens for _, num_tokens in given["spans"])
     (rank,) = parse_server_costs(answer(record_of(model))).ranks
-    asked = {
-        "num_held": num_held,
-        "num_new": num_held + num_rest,
-        "num_before": num_before,
-        "spans": spans,
-        "queue_wait_s": queue_wait_s,
-        "ahead": ahead,
-        "num_others": num_others,
-    }
-    own, routers = model.plan(**asked), rank.cost_model().plan(**asked)  # type: ignore[arg-type]
+    given = given | {"num_held": num_held, "num_new": num_held + given["num_new"]}
+    own, routers = model.plan(**given), rank.cost_model().plan(**given)
     assert routers.parts == own.parts
     assert routers.load_s == pytest.approx(own.load_s, rel=1e-9)
     assert routers.saved_s == pytest.approx(own.saved_s, rel=1e-9, abs=1e-12)
@@ -96,19 +86,14 @@ def test_a_later_servers_fields_are_ignored() -> None:
     [
         (("v",), 2, "version 2, and only 1"),
         (("ranks", 0, "v"), 2, "version 2, and only 1"),
-        (("ranks", 0, "role"), "null", "role 'null' is none of aggregated"),
         (("ranks", 0, "tiers"), {}, "tier nvme are missing"),
         (("ranks", 0, "tiers", "peer", "prices"), [0, 0], "all prices are zero"),
         (("ranks", 0, "prefill", "prices"), [1, -1, 1, 1], ">= 0"),
-        (("ranks", 0, "prefill", "prices"), [1, None, 1, 1], "null"),
         (("ranks", 0, "prefill", "prices"), [1, 1e308, 1, 1], "<= 1000000"),
         (("ranks", 0, "queue_wait_s"), 1e300, "<= 1000000000"),
-        (("ranks", 0, "service_s"), 1e300, "<= 1000000000"),
         (("ranks", 0, "num_others"), 1 << 60, "<= "),
         (("ranks", 0, "decode", "moments"), [1, 1, 1, 1e308, 1, 1], "<= 1e"),
         (("ranks", 0, "kv_bytes_per_token"), 1 << 60, "<= "),
-        (("ranks", 0, "prefill", "prices"), [1, 1, 1], "length 4"),
-        (("ranks", 0, "busy"), 1.5, "<= 1"),
         (("ranks", 0, "page_tokens"), 0, ">= 1"),
     ],
 )

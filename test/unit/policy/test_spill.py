@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kit.clock import Clock
-from sglang_tiered.policy import spill
 from sglang_tiered.policy.spill import (
     HIGH_SHARE,
     LOW_SHARE,
@@ -101,14 +100,6 @@ def test_limit_doubles_when_dry_and_halves_when_late(queue: SpillQueue[str], clo
     assert queue.limit_tokens == HOST * MIN_SHARE
 
 
-def test_unused_limit_does_not_change(queue: SpillQueue[str]) -> None:
-    queue.adapt_limit(0.0)  # nothing waits
-    queue.add_node("waits", store(10), returned=False)
-    queue.note_flight(1, "begun", store(10))
-    queue.adapt_limit(0.0)  # something is still in flight
-    assert queue.limit_tokens == HOST * MIN_SHARE
-
-
 def test_stores_hold_for_loads_but_not_for_ever(queue: SpillQueue[str], clock: Clock) -> None:
     queue.add_node("a", store(10), returned=False)
     queue.add_node("b", store(10), returned=True)
@@ -134,41 +125,6 @@ def test_watermarks_decide_how_fast_stores_go_beside_loads(
         queue.note_flight(taken, f"{taken}", store(size))
         taken += 1
     assert taken == num_taken
-
-
-def test_crowd_evicts_the_oldest_that_never_returned(
-    queue: SpillQueue[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spill, "MAX_WAITING", 2)
-    assert queue.add_node("old", store(10), returned=True) is None
-    assert queue.add_node("new", store(10), returned=False) is None
-    assert queue.add_node("newer", store(10), returned=False) == "new"
-    assert queue.add_node("newest", store(10), returned=True) == "newer"
-    assert queue.add_node("last", store(10), returned=False) == "old"
-    queue.check_integrity()
-
-
-def test_pins_go_by_value_and_with_their_node(queue: SpillQueue[str]) -> None:
-    for node in "abcd":
-        queue.add_node(node, store(10), returned=node == "a")
-        queue.note_pin(node, 10)
-    queue.promote_node("b")
-    queue.discard_node("c")
-    assert queue.pinned_tokens == 30
-    assert [queue.unpin_one() for _ in range(4)] == ["d", "a", "b", None]
-    queue.note_pin("gone", 10)
-    assert not queue.discard_node("gone"), "nor is what does not wait pinned"
-    assert queue.pinned_tokens == 0 and len(queue) == 3
-    queue.check_integrity()
-
-
-def test_emptied_tier_leaves_nothing_behind(queue: SpillQueue[str]) -> None:
-    queue.add_node("a", store(10), returned=False)
-    queue.note_pin("a", 10)
-    queue.note_flight(1, "begun", store(20))
-    queue.clear()
-    assert (len(queue), queue.pinned_tokens, queue.flight_tokens, queue.waiting_tokens) == (0,) * 4
-    assert not queue.has_flights and "a" not in queue
 
 
 def test_node_stays_under_way_until_its_last_end(queue: SpillQueue[str]) -> None:

@@ -18,7 +18,7 @@ from route_mocks import Mocks
 
 from server_process import free_ports
 from sglang_tiered.policy.balance import RoleBalance
-from sglang_tiered.policy.server_costs import FRESH_S, IN_PROGRESS, NOT_IDLE, switch_key
+from sglang_tiered.policy.server_costs import FRESH_S, NOT_IDLE, switch_key
 from sglang_tiered.route.fleet import ORDER_S, Fleet, Member
 from sglang_tiered.route.service import PickerService
 from sglang_tiered.route.settings import RouteConfig
@@ -303,15 +303,6 @@ def test_an_error_ends_no_balance(
     monkeypatch.setattr(RoleBalance, "look", fails)
     serve(mocks, tmp_path, looks)
     assert any(seen) and caplog.text.count("internal error") == 1
-
-
-def test_who_drains_too_long_is_asked_last(mocks: Mocks, tmp_path: Path) -> None:
-    for mock in mocks:
-        mock.switch = says_not(f"{NOT_IDLE}: it was not drained")
-    mocks[2].switch = says(400, success=False, message=IN_PROGRESS, safe_to_restore=False)
-    metrics = serve(mocks, tmp_path, lambda _: sum(asked(mocks)) == 4)
-    assert sorted(asked(mocks)) == [0, 1, 1, 2]
-    assert switches(metrics)["refused", "prefill"] >= 3
 
 
 def test_a_restarted_server_is_another_one(mocks: Mocks, tmp_path: Path) -> None:

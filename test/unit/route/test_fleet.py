@@ -93,16 +93,10 @@ def test_picker_that_restarts_takes_no_server_away(tmp_path: Path) -> None:
     assert seen == [dict.fromkeys(addresses, "pool"), {addresses[0]: "pool"}]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"resources": []}',
-        '{"resources": [{"endpoints": [{"lb_endpoints": [1]}]}]}',
-    ],
-)
+NOBODY = '{"resources": [{"endpoints": [{"lb_endpoints": [1]}]}]}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", NOBODY])
 def test_damaged_file_names_nobody(tmp_path: Path, text: str) -> None:
     (tmp_path / "pool.json").write_text(text)
     assert read_members(tmp_path) == {}
@@ -276,21 +270,6 @@ def test_refused_connection_is_believed_at_once(followed: Followed) -> None:
     assert followed.member.problem.startswith("does not answer")
 
 
-def test_tokens_are_asked_of_whoever_answers(tmp_path: Path) -> None:
-    followed = Followed(tmp_path, 2)
-    one, other = followed.mocks
-    one.tokens = 500
-    try:
-        eventually(lambda: sum(each.is_up for each in followed.fleet.members.values()) == 2)
-        for _ in range(20):
-            asking = followed.fleet.tokenize({"prompt": "hi"}, "Bearer of the client")
-            assert followed.mocks.run(asking) == [*b"hi"]
-        counts = [mock.paths.count("/v1/tokenize") for mock in (one, other)]
-        assert counts[0] > 0 and counts[1] == 20, "another is first each time"
-    finally:
-        followed.close()
-
-
 def test_emptied_file_takes_no_server_away(
     followed: Followed, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -298,14 +277,6 @@ def test_emptied_file_takes_no_server_away(
     (followed.folder / "servers").write_text("")
     eventually(lambda: "the servers stay as they are" in caplog.text)
     assert followed.member.is_up
-
-
-def test_server_that_has_moved_is_not_kept(followed: Followed) -> None:
-    fleet, server = followed.fleet, followed.server
-    assert fleet._forgotten({}) == {server.address: server.url}
-    assert fleet._forgotten({"192.0.2.1:80": server.url}) == {}
-    followed.member.is_up = False
-    assert fleet._forgotten({}) == {}
 
 
 def test_unwritable_folder_ends_no_asking(followed: Followed) -> None:
@@ -318,22 +289,3 @@ def test_unwritable_folder_ends_no_asking(followed: Followed) -> None:
     followed.folder.unlink()
     aside.rename(followed.folder)
     eventually(lambda: clusters_of(followed) == {"prefill"})
-
-
-def test_text_without_tokens_is_asked_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each would get the whole of a picture; and all together have the time that one has."""
-    followed = Followed(tmp_path, 2)
-    try:
-        eventually(lambda: sum(each.is_up for each in followed.fleet.members.values()) == 2)
-        for fails in ("", "hang"):
-            for mock in followed.mocks:
-                mock.tokens, mock.fails = 400, fails
-                mock.paths.clear()
-            assert followed.mocks.run(followed.fleet.tokenize({"messages": []}, "")) is None
-            assert sum(mock.paths.count("/v1/tokenize") for mock in followed.mocks) == 1
-            monkeypatch.setattr("sglang_tiered.route.fleet.ANSWER_S", 0.5)
-    finally:
-        followed.mocks.well()  # or what hangs is waited for
-        followed.close()

@@ -57,24 +57,3 @@ def test_picker_that_hangs_fails_the_start(
     front._picker_command = ["sleep", "60"]
     assert asyncio.run(front.run()) == 1
     assert "does not listen" in caplog.text
-
-
-def test_printed_addresses_can_be_opened(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-        await writer.wait_closed()
-        was_taken.set()
-
-    async def say() -> None:
-        listening = await asyncio.start_server(take, "127.0.0.1", 0)
-        port = listening.sockets[0].getsockname()[1]
-        config = RouteConfig(servers="s", port=port, picker_host="::1")
-        await launcher._Front(config, "envoy", tmp_path / "e", tmp_path, [])._say_when_ready()
-        await was_taken.wait()
-        listening.close()
-
-    was_taken = asyncio.Event()
-    asyncio.run(say())
-    assert "picker at http://[::1]:" in capsys.readouterr().out

@@ -74,26 +74,3 @@ def test_heir_of_a_server_inherits_no_pages() -> None:
     index.expect(0, [1])
     index.settle(0, [2])  # of the request that died
     assert index.own(0, [1, 2]) == (1, 1, 1)
-
-
-class Counting(set[int]):
-    """Counts what it is asked for."""
-
-    num_asked = 0
-
-    def __contains__(self, key: object) -> bool:
-        Counting.num_asked += 1
-        return super().__contains__(key)
-
-
-def test_pages_of_many_servers_are_looked_up_once() -> None:
-    index, keys, servers = HeldPages(), list(range(1000)), range(64)
-    for server in servers:
-        index.store(server, DISK, keys[:990] if server == 63 else [5000 + server])
-        for medium, held in index._held[server].items():
-            index._held[server][medium] = Counting(held)
-    shared = index.shared(servers, keys)
-    for server in servers[:-1]:
-        held = index.held(server, keys, 1, shared, has_peers=True, has_bucket=True)
-        assert held == Held(peer=990)
-    assert Counting.num_asked < 2 * len(keys)

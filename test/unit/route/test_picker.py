@@ -16,7 +16,6 @@ from sglang_tiered.policy.cost_model import CostModel, PrefillCost
 from sglang_tiered.policy.routing import Held, RequestClass
 from sglang_tiered.policy.server_costs import DecodeLoad, Room, Waiting
 from sglang_tiered.route.fleet import Fleet, Member, Replica
-from sglang_tiered.route.numbers import Numbers
 from sglang_tiered.route.pages import DEVICE, DISK
 from sglang_tiered.route.picker import Picked, Picker, Refused
 from sglang_tiered.route.prompt import Prompt
@@ -97,20 +96,6 @@ def test_a_long_queue_outweighs_pages(world: World) -> None:
     assert world.pick(prompt).targets[0] is idle
 
 
-def test_cpu_server_is_taken_by_price_alone(world: World) -> None:
-    """As any server, where waiting for the fast ones takes longer; and counted."""
-    gpu = world.add(queue_wait_s=5.0, computes_on="cuda")
-    cpu = world.add(costs=SLOW, computes_on="cpu")
-    numbers = Numbers()
-    for num_tokens, expected in ((4 * PAGE, cpu), (20 * PAGE, gpu)):
-        picked = world.pick(prompt_of(num_tokens))
-        assert picked.targets[0] is expected
-        numbers.decided(picked, 0.001, is_retry=False)
-    for name in ("cpu", "cuda"):
-        labels = {"by": "cost", "retry": "no", "computes_on": name}
-        assert numbers.registry.get_sample_value("sglang_tiered_route_picks_total", labels) == 1
-
-
 def test_siblings_follow_before_any_event(world: World) -> None:
     world.add()
     for _ in range(2):
@@ -156,16 +141,6 @@ def test_stored_pages_count_as_nvme_and_of_peers(world: World) -> None:
         Held(nvme=6 * PAGE),
         Held(peer=6 * PAGE),
     ]
-
-
-def test_requests_that_were_sent_count_before_reports(world: World) -> None:
-    for _ in range(3):
-        world.add()
-    picked = []
-    for number in range(3):
-        ids = array("I", [number] * 10 * PAGE)
-        picked.append(world.pick(Prompt(len(ids), ids)).targets[0])
-    assert len(set(picked)) == 3
 
 
 @pytest.mark.parametrize("ids", [None, array("I", range(100 * PAGE))])
@@ -249,14 +224,6 @@ def test_late_request_is_refused_unless_a_server_rests(world: World) -> None:
     assert world.pick(prompt_of(), RequestClass("kept", limit_s=1.0, is_sheddable=False))
     world.add()
     assert world.pick(prompt_of(100_000), soon), "a prediction may be wrong"
-
-
-def test_replica_is_named(world: World) -> None:
-    member = world.add(num_ranks=2)
-    prompt = prompt_of()
-    world.fleet.index.store(member.replicas[1].place, DEVICE, prompt.keys(PAGE))
-    picked = world.pick(prompt)
-    assert picked.headers()["x-override-routed-dp-rank"] == "1" and picked.targets == [member]
 
 
 def test_pair_computes_and_answers(world: World) -> None:

@@ -10,10 +10,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from kit.clock import Clock
-from sglang_tiered.errors import ConfigError
 from sglang_tiered.route.prompt import Prompt, page_keys
 from sglang_tiered.route.record import BLOCK_TOKENS, MAX_WAITING, Recorder
 from sglang_tiered_lab.trace.reader import read_trace
@@ -83,8 +80,3 @@ def test_what_comes_too_fast_is_counted(tmp_path: Path) -> None:
         recorder.note(prompt_of(1))
     recorder.note(Prompt(5))
     assert recorder.num_dropped == 4
-
-
-def test_unwritable_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written"):
-        Recorder(tmp_path / "absent" / "trace.jsonl")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree
 
 import pytest
 
-from kit.commands import ran
-from sglang_tiered.errors import ConfigError
 from version_check import command, smoke
 from version_check.command import Check
 from version_check.overlay import Overlay, Unmet
@@ -73,38 +69,8 @@ def test_each_kind_of_difference_fails_a_version(capsys: pytest.CaptureFixture[s
     assert "passed: 3 of 3, 1 s" in out
 
 
-def test_parts_left_out_make_no_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    command.show([checked("ok")])
-    assert re.search(r"^9\.9\.9 .* so far$", capsys.readouterr().out, re.MULTILINE)
-    whole = tuple(Outcome(part, 3, 0, 1.0) for part in smoke.PARTS)
-    command.show([replace(checked("ok"), outcomes=whole)])
-    assert re.search(r"^9\.9\.9 .* yes$", capsys.readouterr().out, re.MULTILINE)
-
-
 def test_every_smoke_test_is_there() -> None:
     for chosen in (path for paths in smoke.PARTS.values() for path in paths):
         path, _, test = chosen.partition("::")
         assert (ROOT / path).exists(), path
         assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["0.5.x"], "'0.5.x' is no version of SGLang"),
-        (["0.5.23", "--json", "/no/such/folder/report.json"], "is in no folder"),
-        (["0.5.23", "--only", "units", "--only", "nothing"], "invalid choice: 'nothing'"),
-    ],
-)
-def test_bad_arguments_are_one_sentence(arguments: list[str], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        command.run(arguments)
-
-
-def test_a_bad_version_ends_the_script_with_2() -> None:
-    done = ran(ROOT / "scripts" / "compat", "nonsense", timeout_s=120)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "sglang-tiered: 'nonsense' is no version of SGLang; name one as PyPI does, such as "
-        "0.5.23.\n"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -40,13 +39,6 @@ def test_what_a_version_needs_is_treated_so(
     assert {one.name: one.treatment for one in found} == treated
 
 
-def test_the_version_of_the_environment_needs_no_folder(tmp_path: Path) -> None:
-    installed = importlib.metadata.version("sglang")
-    found = overlay.make(installed, tmp_path / "cache")
-    assert found == Overlay(installed, None)
-    assert not (tmp_path / "cache").exists()
-
-
 def test_the_folder_decides_version_and_entry_points(tmp_path: Path) -> None:
     """Metadata of the environment's SGLang stays hidden behind the folder's."""
     info = tmp_path / "sglang-9.9.9.dist-info"
@@ -71,16 +63,3 @@ def test_the_folder_decides_version_and_entry_points(tmp_path: Path) -> None:
 def test_what_is_no_version_is_one_sentence(text: str) -> None:
     with pytest.raises(ConfigError, match="is no version of SGLang; name one"):
         overlay.checked_version(text)
-
-
-def test_a_version_that_pypi_lacks_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """pip itself, told to look nowhere."""
-    nowhere = {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": os.devnull}
-    for name, value in nowhere.items():
-        monkeypatch.setenv(f"PIP_{name}", value)
-    cache = tmp_path / "cache"
-    with pytest.raises(ConfigError, match=r"PyPI has no sglang==9\.9\.9 for this machine's Python"):
-        overlay.make("9.9.9", cache)
-    assert list(cache.iterdir()) == []

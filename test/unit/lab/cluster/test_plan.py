@@ -11,9 +11,9 @@ import pytest
 from kit.commands import cli_of
 from kit.talks import talk_lines
 from sglang_tiered_lab.cluster.cli import main
-from sglang_tiered_lab.cluster.planner import Fleet, Planner, fewest_servers, largest_speed
+from sglang_tiered_lab.cluster.planner import Fleet, Planner, largest_speed
 from sglang_tiered_lab.cluster.published_settings import distserve
-from sglang_tiered_lab.trace.cluster.plan import Member, Plan
+from sglang_tiered_lab.trace.cluster.plan import Plan
 from sglang_tiered_lab.trace.cluster.profiles import load_profiles
 from sglang_tiered_lab.trace.replay.server import Request
 
@@ -39,17 +39,6 @@ def plan(fleet: Fleet, **more: float) -> Plan:
     )
 
 
-def test_every_split_has_both_roles() -> None:
-    fleet = Fleet(((H100, 3), (A100, 2)))
-    splits = fleet.splits(1)
-    assert splits[0] is None and len(splits) == len(set(splits)) == 4 * 3 - 2 + 1
-    for split in splits[1:]:
-        roles = [member.role for member in fleet.members(split)]
-        assert set(roles) == {"prefill", "decode"} and len(roles) == 5
-    assert fleet.describe((2, 0)) == "2P:1D h100 0P:2D a100"
-    assert fleet.scaled(10).counts == ((H100, 6), (A100, 4))
-
-
 def test_the_planner_is_near_the_best_of_all() -> None:
     fleet = Fleet(((H100, 8), (A100, 8)))
     planner = Planner(plan(fleet, speed=15.0), talks(240), fleet)
@@ -70,18 +59,6 @@ def test_largest_speed_is_where_the_goal_is_met() -> None:
     assert planner.simulate(None).goodput >= 0.9
     faster = dataclasses.replace(planner.plan, speed=1.3 * speed)
     assert Planner(faster, requests, fleet).simulate(None).goodput < 0.9
-
-
-def test_fewest_servers_meet_the_goal() -> None:
-    fleet = Fleet(((H100, 4),))
-    requests = talks(120)
-    found = fewest_servers(plan(fleet, speed=8.0), requests, fleet, 0.9, 32)
-    assert found is not None
-    number, split = found
-    assert 1 < number < 32
-    smaller = fleet.scaled(number)
-    assert Planner(plan(fleet, speed=8.0), requests, smaller).simulate(split).goodput >= 0.9
-    assert fewest_servers(plan(fleet, speed=500.0), requests, fleet, 0.9, 2) is None
 
 
 def test_disaggregation_wins_where_its_authors_say() -> None:
@@ -113,17 +90,7 @@ def test_a_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFix
     ("words", "sentence"),
     [
         (("/no/such.jsonl",), "cannot be read"),
-        (("--ttft", "2"), "is not a time above zero"),
-        (("--goal", "0"), "is not a share above 0"),
-        (("--fleet", "2:h100:prefill,2:h100:decode"), "names roles"),
-        (("--fleet", "2:tpu"), "is no hardware"),
-        (("--price", "h100"), "--price 'h100' is none"),
         (("--price", "h1000=4"), "--price h1000: no --fleet has such servers"),
-        (("--spread", "nan"), "is not a number above 0"),
-        (("--policy", "best"), "--policy best is unknown"),
-        (("--stretch", "0"), "is not a number above 0"),
-        (("--step", "x"), "is not a number from 1"),
-        (("--json", "/no/such/x.json"), "its folder is missing"),
         (("--model", "llama-3.1-70b"), "too little for llama-3.1-70b"),
     ],
 )
@@ -134,8 +101,3 @@ def test_what_cannot_be_planned_is_one_sentence(
     trace.write_text(LINES)
     place = () if words[0].endswith(".jsonl") else (trace,)
     assert sentence in cli_of(main, capsys)("plan", *place, *words).refusal
-
-
-def test_a_member_of_a_fleet_keeps_its_kind() -> None:
-    fleet = Fleet.of([Member(kind=H100), Member(kind=A100), Member(kind=H100)])
-    assert fleet.counts == ((H100, 2), (A100, 1))

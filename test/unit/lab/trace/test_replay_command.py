@@ -1,135 +1,89 @@
-"""The command: what it prints and writes, and the one sentence for what it cannot do."""
+"""The command, of one server and of a cluster: its table, its figures and its refusals."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kit.commands import cli_of
 from kit.talks import talk_lines
 from sglang_tiered_lab.trace.cli import main
+from sglang_tiered_lab.trace.cluster import POLICIES
 
 LINES = talk_lines(1000, 1)
 SIZES = ("--device", "4ktok", "--host", "12ktok", "--nvme", "60%")
+CLUSTER = ("--cluster", "--servers", "2")
+
+Replay = Callable[..., tuple[str, dict[str, Any]]]
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "talks.jsonl"
-    path.write_text(LINES)
-    return path
+def replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Replay:
+    """What is shown, and the document."""
+
+    def run(lines: str, *words: str) -> tuple[str, dict[str, Any]]:
+        trace, file = tmp_path / "talks.jsonl", tmp_path / "out.json"
+        trace.write_text(lines)
+        assert main(["replay", str(trace), *words, "--json", str(file)]) == 0
+        assert str(tmp_path) not in file.read_text()
+        return capsys.readouterr().out, json.loads(file.read_text())
+
+    return run
 
 
-def test_every_policy_is_in_table_and_json(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "out.json"
-    assert main(["replay", str(trace), *SIZES, "--json", str(file)]) == 0
-    shown = capsys.readouterr().out
-    for word in ("lru", "hicache", "tiered", "belady", "infinite", "amplification", "TTFT"):
-        assert word in shown
-    report = json.loads(file.read_text())
+def test_every_policy_is_in_table_and_json(replay: Replay) -> None:
+    shown, report = replay(LINES, *SIZES)
+    assert all(word in shown for word in ("lru", "hicache", "tiered", "belady", "infinite"))
     assert set(report) == {"machine", "versions", "settings", "ratios", "raw"}
-    assert str(tmp_path) not in file.read_text()
     runs = {run["policy"]: run for run in report["raw"]["runs"]}
     ratio = report["ratios"]["hit_rate_over_lru"]
     assert ratio["value"] == runs["tiered"]["hit_rate"] / runs["lru"]["hit_rate"]
-    assert set(ratio) == {"value", "min", "max", "n"}
     ids = [json.loads(line)["hash_ids"] for line in LINES.splitlines()]
     unique_tokens = 512 * len(set().union(*ids))
     assert runs["lru"]["sizes"]["nvme_tokens"] == int(0.6 * unique_tokens)
-    assert runs["lru"]["sizes"]["device_tokens"] == 4000
     assert runs["infinite"]["units_hit"]["device"] == 64 * 3 + sum(range(8)) * 8 - (8 * 3 - 7) - 56
     for run in runs.values():
         assert run["ttft_returning"]["num"] == 7 * 8  # all turns but the first of each of 8 talks
         assert sum(run["units_hit"].values()) + run["units_missed"] == run["num_units"]
 
 
-def test_small_units_and_servers_and_copies(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = "--page-tokens 64 --servers 3 --replicate 2 --policy infinite,lru"
-    assert main(["replay", str(trace), *SIZES, *words.split()]) == 0
-    shown = capsys.readouterr().out
-    assert "128 requests" in shown
-    assert "units of 64" in shown
-    assert "3 servers" in shown
+def test_every_router_is_in_table_and_json(replay: Replay) -> None:
+    lines = talk_lines(400, 9)
+    shown, report = replay(lines, "--cluster", "--servers", "3", "--loads", "0.5,1")
+    assert all(name in shown for name in POLICIES)
+    runs = {(run["policy"], run["load"]): run for run in report["raw"]["runs"]}
+    assert len(runs) == 2 * len(POLICIES)
+    ratio = report["ratios"]["cost_ttft_over_least_load"]
+    means = [runs[name, 1.0]["mean_ttft_s"] for name in ("cost", "least-load")]
+    assert (ratio["value"], ratio["n"]) == (means[0] / means[1], 2)
+    assert runs["in-turn", 1.0]["busy"] == pytest.approx(0.8, abs=0.1)
 
 
-def test_parts_of_a_fleet_add_up_to_it(trace: Path, tmp_path: Path) -> None:
-    found = []
-    for name, words in (("all", ()), ("a", ("0-1",)), ("b", ("2-4",))):
-        only = ("--only-servers", *words) if words else ()
-        file = tmp_path / f"{name}.json"
-        fleet = ("--servers", "5", "--replicate", "3", "--policy", "tiered,infinite", *only)
-        assert main(["replay", str(trace), *SIZES, *fleet, "--json", str(file)]) == 0
-        found.append(json.loads(file.read_text())["raw"]["runs"])
-    for whole, *parts in zip(*found, strict=True):
-        assert all(part["num_requests"] for part in parts)
-        for count in ("num_requests", "num_tokens", "units_missed", "nvme_bytes_loaded"):
-            assert whole[count] == sum(part[count] for part in parts), count
+def test_mixed_hardware_and_changes_run(replay: Replay) -> None:
+    fleet = "2:h200:prefill,1:a100:prefill,2:2xh100:decode"
+    words = ["--fleet", fleet, "--policy", "cost,p2c", "--tiers", "host,nvme,bucket"]
+    words += ["--change", "5:die:0", "--lag", "0.5", "--loss", "0.2", "--price-noise", "0.3"]
+    assert fleet in replay(talk_lines(400, 9), "--cluster", *words)[0]
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--nvme", "5 furlongs"), "--nvme '5 furlongs' is not a size"),
-        (("--nvme", "0%"), "--nvme 0% is nothing"),
-        (("--host", "12xtok"), "--host '12xtok' is not a size"),
-        (("--nvme", "1MiB"), "less than two regions"),
-        (("--policy", "lru,best"), "--policy best is unknown"),
-        (("--policy", "lru,lru"), "must name each policy once"),
-        (("--only-servers", "3-1"), "'3-1' is not a part of the servers"),
-        (("--servers", "4", "--only-servers", "2-4"), "not within the 4 of --servers"),
-        (("--page-tokens", "100"), "does not fit the trace's blocks of 512"),
-        (("--page-tokens", "0"), "is not a number from 1"),
-        (("--host", "4ktok"), "must be larger than --device"),
-        (("--stretch", "0"), "must be greater than zero"),
-        (("--nvme-read-bytes-per-s", "0"), "must be greater than zero"),
-        (("--prefill-token-s", "nan"), "is not a number of zero or more"),
-        (("--json", "/no/such/folder/x.json"), "cannot be written"),
-        (("--plot", "picture.txt"), "must end in .png"),
-        (("--device", "0", "--host", "0", "--nvme", "0"), "are all 0"),
-        (("--region-bytes", "64KiB"), "holds no page"),
+        ((*SIZES, "--nvme", "5 furlongs"), "--nvme '5 furlongs' is not a size"),
+        ((*SIZES, "--page-tokens", "100"), "does not fit the trace's blocks of 512"),
+        ((*SIZES, "--prefill-token-s", "nan"), "is not a number of zero or more"),
+        ((*CLUSTER, "--fleet", "4:h100:prefill"), "needs servers of both roles"),
+        ((*CLUSTER, "--loads", "nan"), "is not a list of numbers"),
+        ((*CLUSTER, "--change", "5:die:7"), "is none; write 60:die:3"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(
-    trace: Path, words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refusal = cli_of(main, capsys)("replay", trace, *SIZES, *words).refusal
-    assert sentence in refusal and refusal.endswith((".\n", "there is.\n"))
-
-
-def test_a_trace_without_order_or_times_gets_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "x.jsonl"
-    lines = LINES.splitlines(keepends=True)
-    path.write_text(lines[5] + lines[2])
-    assert main(["replay", str(path), *SIZES]) == 0
-    said = capsys.readouterr()
-    assert "its requests were sorted" in said.err
-    assert "2 requests" in said.out
-    turns = [{"from": "human", "value": "Hello there."}, {"from": "gpt", "value": "Hello."}] * 300
-    path.write_text(json.dumps([{"id": "a", "conversations": turns}]))
-    assert main(["replay", str(path), *SIZES]) == 0
-    said = capsys.readouterr()
-    assert said.err.count("the trace has no times; conversations begin once a second") == 1
-    assert "300 requests" in said.out
-
-
-def test_a_picture_is_drawn_or_matplotlib_named(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "x.png"
-    words = ["--policy", "tiered,belady", "--nvme", "30%,60%", "--plot", str(file)]
-    code = main(["replay", str(trace), *SIZES[:4], *words])
-    if importlib.util.find_spec("matplotlib") is None:
-        assert code == 2
-        assert "sglang-tiered[plot]" in capsys.readouterr().err
-    else:
-        assert code == 0
-        assert file.read_bytes().startswith(b"\x89PNG")
+    trace = tmp_path / "talks.jsonl"
+    trace.write_text(LINES)
+    assert sentence in cli_of(main, capsys)("replay", trace, *words).refusal

@@ -31,20 +31,3 @@ def test_a_single_cache_hits_what_was_published(
         assert rates["lru", tokens] == pytest.approx(wanted, abs=0.1)
         assert rates["infinite", tokens] == pytest.approx(ideal, abs=0.05)
         assert rates["lru", tokens] < rates["belady", tokens] <= rates["infinite", tokens]
-
-
-def test_replay_is_the_same_every_time(published: Callable[[str], Path]) -> None:
-    stream = TraceStream(Input(published("conversation"), limit=1500), stretch=4)
-    hardware = PROFILES["8b-h100"]
-    sizes = TierSizes(
-        device_tokens=100_000,
-        host_tokens=300_000,
-        nvme_tokens=5_000_000,
-        nvme_bytes=5_000_000 * hardware.kv_bytes_per_token,
-        region_bytes=256 << 20,
-    )
-    plan = Replay(stream, hardware, ("hicache", "tiered"), [sizes])
-    first, second = ([run.totals for run in replay(plan)] for _ in range(2))
-    assert [totals.ttft.summary() for totals in first] == [t.ttft.summary() for t in second]
-    assert [totals.units_hit for totals in first] == [totals.units_hit for totals in second]
-    assert all(totals.units_hit["nvme"] for totals in first)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import re
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from sglang_tiered_lab.trace.replay.server import Request, Server, Stack
 from sglang_tiered_lab.trace.replay.sizes import TierSizes
 from sglang_tiered_lab.trace.replay.tiered import STALE_AFTER_S, TieredStack
 from sglang_tiered_lab.trace.replay.timing import Hardware
-from sglang_tiered_lab.trace.replay.totals import Distribution, Totals
+from sglang_tiered_lab.trace.replay.totals import Totals
 
 ROOT = Path(__file__).resolve().parents[4]
 UNIT = 64
@@ -73,13 +72,6 @@ def serve(
     return totals, stack
 
 
-def test_requests_wait_for_the_prefill_before_them() -> None:
-    totals, _ = serve(LruStack, sizes(10, 0, 0), [request(0, 1, 2), request(1, 3), request(9, 4)])
-    assert totals.ttft.sum_s == pytest.approx(2 + 2 + 1)
-    assert totals.queue_s == pytest.approx(1)
-    assert totals.last_s == pytest.approx(10)
-
-
 def test_a_hit_costs_its_new_tokens_or_one() -> None:
     totals, _ = serve(
         LruStack, sizes(10, 0, 0), [request(0, 1, 2), request(10, 1, 2, 3), request(20, 1, 2)]
@@ -87,30 +79,6 @@ def test_a_hit_costs_its_new_tokens_or_one() -> None:
     assert totals.ttft.sum_s == pytest.approx(2 + 1 + 1 / UNIT)
     assert totals.prefill_saved_s == pytest.approx(2 + 2 - 1 / UNIT)
     assert totals.units_hit == {"device": 4, "host": 0, "nvme": 0}
-
-
-def test_a_prefix_is_matched_at_service_not_arrival() -> None:
-    """The second of two equal prompts that arrive together hits what the first computed."""
-    totals, _ = serve(LruStack, sizes(10, 0, 0), [request(0, 1, 2), request(0, 1, 2)])
-    assert totals.units_hit["device"] == 2
-
-
-@pytest.mark.parametrize("kind", [HiCacheStack, TieredStack])
-def test_pages_evicted_from_host_return_from_nvme(kind: type[HiCacheStack | TieredStack]) -> None:
-    totals, _ = serve(
-        kind, sizes(10, 20, 400), [request(0, 1, 2, 3, 4), *FILLERS, request(200, 1, 2, 3, 4)]
-    )
-    assert totals.units_hit == {"device": 0, "host": 0, "nvme": 4}
-    assert totals.nvme_bytes_loaded >= 4 * UNIT * 1000
-    assert totals.units_lost_unspilled == 0
-
-
-def test_requests_pass_one_whose_load_is_under_way() -> None:
-    late = [request(200, 1, 2, 3, 4), request(200.1, 7)]
-    totals, _ = serve(HiCacheStack, sizes(10, 20, 400), [request(0, 1, 2, 3, 4), *FILLERS, *late])
-    assert totals.units_hit["nvme"] == 4
-    # The second begins at once, and the first when that is done, 1.1 s after it came.
-    assert totals.ttft.sum_s == pytest.approx(4 + 9 * 5 + 1 + (1.1 + 1 / UNIT), rel=1e-3)
 
 
 def test_hicache_goes_on_without_pages_after_its_deadline() -> None:
@@ -135,18 +103,6 @@ def test_tiered_computes_what_would_take_longer_to_load() -> None:
     assert totals.ttft.max_s <= 10
 
 
-def test_tiered_loads_without_room_wait_and_all_run() -> None:
-    chains = [list(range(100 * i, 100 * i + 8)) for i in range(12)]
-    first = [request(10 * i, *chain) for i, chain in enumerate(chains)]
-    filler = [request(200 + 10 * i, *range(5000 + 9 * i, 5009 + 9 * i)) for i in range(8)]
-    back = [request(500, *chain) for chain in chains]
-    slower = dataclasses.replace(HARDWARE, nvme_read_bytes_per_s=128_000.0)  # half a second a unit
-    totals, stack = serve(TieredStack, sizes(10, 40, 4000), [*first, *filler, *back], slower)
-    assert totals.loads_put_off > 0
-    assert stack.num_put_off == 0
-    assert totals.num_requests == 32
-
-
 def test_tiered_keeps_its_write_budget_and_counts_drops() -> None:
     unit_bytes = UNIT * HARDWARE.kv_bytes_per_token
     prompts = [request(20 * i, *range(10 * i, 10 * i + 9)) for i in range(100)]
@@ -159,38 +115,6 @@ def test_tiered_keeps_its_write_budget_and_counts_drops() -> None:
     assert held.units_lost_unstored > 0
 
 
-def test_a_full_host_tier_counts_its_losses() -> None:
-    """Stores so slow that they pin the whole host tier."""
-    stuck = dataclasses.replace(HARDWARE, nvme_write_bytes_per_s=640.0)
-    prompts = [request(20 * i, *range(10 * i, 10 * i + 9)) for i in range(20)]
-    totals, _ = serve(HiCacheStack, sizes(10, 20, 4000), prompts, stuck)
-    assert totals.units_lost_unspilled > 0
-
-
-@pytest.mark.parametrize("kind", [HiCacheStack, TieredStack])
-def test_the_host_tier_never_keeps_a_headless_prefix(
-    kind: type[HiCacheStack | TieredStack],
-) -> None:
-    """In a tree only leaves go. Here single units do, in an order that must come to the same, also
-    for chains that were kept out of the order for a while."""
-    choose = random.Random(3)
-    chains: list[list[int]] = [[0]]
-    totals = Totals()
-    stack = kind(sizes(40, 120, 4000), HARDWARE, totals, unit_tokens=UNIT)
-    server = Server(stack, HARDWARE, totals, unit_tokens=UNIT)
-    for i in range(1, 500):
-        above = choose.choice(chains[-30:])
-        chains.append([*above[: choose.randint(1, 25)], *range(10 * i, 10 * i + 8)])
-        server.submit(request(100.0 * i, *chains[-1]))
-        kept = stack._host.units.keys() | stack._parked.keys() | stack._device.units.keys()
-        for chain in chains:
-            held = [unit in kept for unit in chain]
-            assert held == sorted(held, reverse=True), (i, chain)
-    server.close()
-    assert totals.units_hit["host"] > 0
-    assert totals.units_hit["nvme"] > 0
-
-
 def test_loads_and_stores_share_all_device_time() -> None:
     disk = Disk(dataclasses.replace(HARDWARE, nvme_write_bytes_per_s=640_000.0))
     disk.store(0.0, 640_000)  # one second alone
@@ -198,16 +122,6 @@ def test_loads_and_stores_share_all_device_time() -> None:
     assert (begin_s, end_s) == (0.0, pytest.approx(1.25))
     assert disk.store_end_s == pytest.approx(2.0)
     assert disk.load(1.0, 64_000)[0] == pytest.approx(1.25)  # in order
-
-
-def test_a_percentile_is_right_to_a_hundredth() -> None:
-    distribution = Distribution()
-    for i in range(1, 1001):
-        distribution.add(i / 100)
-    for share, seconds in ((0.5, 5.0), (0.99, 9.9), (1.0, 10.0)):
-        assert distribution.quantile(share) == pytest.approx(seconds, rel=0.01)
-    assert distribution.curve()[-1][1] == 1.0
-    assert distribution.mean_s == pytest.approx(5.005)
 
 
 def test_staleness_is_that_of_the_server() -> None:
