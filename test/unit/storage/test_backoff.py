@@ -10,21 +10,6 @@ from kit.clock import Clock
 from sglang_tiered.storage.backoff import Backoff, OnceLog
 
 
-def test_spread_pauses_stay_within_their_bounds() -> None:
-    clock = Clock()
-    backoff, pauses = Backoff(clock, 0.1, 5.0, spread=0.5), []
-    for _ in range(12):
-        backoff.fail()
-        pauses.append(backoff.wait_s)
-        clock.now += pauses[-1]
-    whole = [min(0.1 * 2**number, 5.0) for number in range(12)]
-    assert all(
-        0.499 * top <= pause <= 1.001 * top for pause, top in zip(pauses, whole, strict=True)
-    )
-    backoff.succeed()
-    assert backoff.wait_s == 0.0
-
-
 def test_a_pause_doubles_to_a_minute_then_resets() -> None:
     """Failures within a pause are one incident."""
     clock = Clock()

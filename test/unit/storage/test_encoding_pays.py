@@ -97,23 +97,3 @@ def test_short_reads_count_as_saving_nothing(io_bytes: int, is_on: bool) -> None
     paced = Paced(Tier.NVME)
     paced.move(200, **SLOW_DISK, io_bytes=io_bytes)
     assert paced.encoding.stats().is_on == is_on
-
-
-def test_pages_near_a_mebibyte_do_not_flap() -> None:
-    """They are longer than that until they are encoded."""
-    assert Paced(Tier.NVME).move(800, **SLOW_DISK, io_bytes=MiB) == 800
-
-
-def test_what_pays_at_the_bucket_stays_on() -> None:
-    paced = Paced(Tier.NVME, Tier.OBJECT)
-    paced.move(200, **FAST_DISK)
-    assert paced.encoding.stats().is_on, "the bucket was not measured yet"
-    for _ in range(200):
-        paced.encoding.note_read(Tier.OBJECT, 0.05, MiB, MiB)
-    assert paced.move(64, **FAST_DISK) == 64
-
-
-def test_without_a_codec_nothing_is_encoded() -> None:
-    encoding, page = soft_encoding("none"), make_soft_run(1, [8192]).pages[0]
-    assert encoding.encode(page) is page
-    assert encoding.stats() == type(encoding.stats())(is_on=False)

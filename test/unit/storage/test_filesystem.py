@@ -15,7 +15,7 @@ from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.bucket.directory import Directory
-from sglang_tiered.storage.filesystem import filesystem_type, replace_file
+from sglang_tiered.storage.filesystem import replace_file
 from sglang_tiered.storage.region.directory import DirectoryState, prepare
 
 
@@ -79,10 +79,3 @@ def test_a_file_is_replaced_whole_or_not(tmp_path: Path, monkeypatch: pytest.Mon
         replace_file(file, b"half", temporary)
     assert (file.read_bytes(), list(tmp_path.iterdir())) == (b"whole", [file])
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-
-
-def test_mounts_tell_what_is_memory(tmp_path: Path) -> None:
-    assert filesystem_type(Path("/proc")) == "proc"
-    assert filesystem_type(tmp_path) != "proc"
-    with pytest.raises(FileNotFoundError):
-        filesystem_type(tmp_path / "absent")

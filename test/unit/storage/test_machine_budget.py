@@ -12,7 +12,6 @@ import pytest
 
 from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import ConfigError, StoreError, StoreLockedError
-from sglang_tiered.storage import machine_budget
 from sglang_tiered.storage.machine_budget import (
     BudgetRecords,
     StoreRecord,
@@ -156,12 +155,6 @@ def test_a_table_of_another_version_is_refused(tmp_path: Path) -> None:
         member(tmp_path, "a").join()
 
 
-def test_a_directory_that_cannot_be_used_is_said(tmp_path: Path) -> None:
-    (tmp_path / "budget").write_text("a file")
-    with pytest.raises(StoreError, match="--tier-machine-budget .* cannot be used"):
-        member(tmp_path, "a").join()
-
-
 def test_a_closed_shard_gives_its_oldest(tmp_path: Path) -> None:
     regions(tmp_path, 6, 100)
     assert trim_closed(tmp_path, 350)
@@ -221,45 +214,6 @@ def test_a_shard_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
     assert record_of(b, a).keeps_bytes == 0, "it can be read again"
 
 
-def test_a_closed_store_is_listed_when_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each server reads the table twice a second, and a store may have 20,000 files."""
-    b, a = joined(tmp_path, "b"), dead(tmp_path, "a")
-    os.utime(tmp_path / "a", (1e9, 1e9))
-    record_of(b, a)
-    listed, listdir = [], os.listdir
-
-    def counting(path: Path | int = -1) -> list[str]:
-        listed.append(path)
-        return listdir(path)
-
-    monkeypatch.setattr(os, "listdir", counting)
-    for _ in range(3):
-        record_of(b, a)
-    assert tmp_path / "a" not in listed
-    (tmp_path / "a" / region_name(9)).write_bytes(bytes(50))
-    assert record_of(b, a).held_bytes == 500
-    assert tmp_path / "a" in listed
-
-
-def test_a_start_that_failed_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its own lock is nobody else's."""
-    one = member(tmp_path, "a")
-    (tmp_path / "a").mkdir()
-
-    def failing(_: Path) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(machine_budget, "closed_bytes", failing)
-        with pytest.raises(StoreError, match="Input/output error"):
-            one.join()
-    assert one.join()
-
-
 def test_a_directory_of_everybody_is_refused(tmp_path: Path) -> None:
     (tmp_path / "budget").mkdir()
     (tmp_path / "budget").chmod(0o777)
@@ -289,26 +243,6 @@ def test_a_record_of_no_store_is_dropped(tmp_path: Path, field: str) -> None:
         assert name not in table.records
 
 
-def test_a_file_of_another_name_is_no_store(tmp_path: Path) -> None:
-    place = tmp_path / "budget"
-    a, b = dead(tmp_path, "a"), joined(tmp_path, "b")
-    (place / f"SERVER-{a.name}").rename(place / ("SERVER-" + "0" * 32))
-    (place / "TABLE-1").unlink()
-    with b.table() as table:
-        assert "0" * 32 not in table.records
-
-
-def test_a_fifo_is_never_the_table(tmp_path: Path) -> None:
-    temporary = tmp_path / "budget" / "TABLE-1.tmp"
-    temporary.parent.mkdir()
-    os.mkfifo(temporary)
-    reader = os.open(temporary, os.O_RDWR)  # without it who opens it to write hangs
-    a = joined(tmp_path, "a")
-    assert (tmp_path / "budget" / "TABLE-1").is_file()
-    assert record_of(joined(tmp_path, "b"), a).cap_bytes == FLOOR
-    os.close(reader)
-
-
 def test_floors_of_its_own_other_ranks_refuse_nothing(tmp_path: Path) -> None:
     """They go with their shards: a server that comes again with more ranks takes their place."""
     for name in ("mine", "other"):
@@ -318,13 +252,3 @@ def test_floors_of_its_own_other_ranks_refuse_nothing(tmp_path: Path) -> None:
     joined(tmp_path, "mine/tp0of2", floor=250)
     with pytest.raises(ConfigError, match="--tier-nvme-floor 501 does not fit"):
         member(tmp_path, "mine/tp1of2", floor=501).join()
-
-
-def test_a_table_at_rest_is_not_written(tmp_path: Path) -> None:
-    a = joined(tmp_path, "a")
-    before = os.stat(tmp_path / "budget" / "TABLE-1")
-    with a.table():
-        pass
-    assert os.path.samestat(before, os.stat(tmp_path / "budget" / "TABLE-1"))
-    set_cap(a, 300)
-    assert not os.path.samestat(before, os.stat(tmp_path / "budget" / "TABLE-1"))

@@ -25,7 +25,7 @@ from sglang_tiered.storage.bucket.pins import pack_pin
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.pins import Pin
 
-A, B, C, N, M = b"a" * 16, b"b" * 16, b"c" * 16, b"n" * 32, b"m" * 32
+A, B, N, M = b"a" * 16, b"b" * 16, b"n" * 32, b"m" * 32
 PAGES = [100, 200, 300]
 RUN = make_run(1, PAGES)
 
@@ -70,23 +70,6 @@ def test_closing_ends_erasures_that_go_on(make_engine: Any) -> None:
     assert not listed(other, records.ERASED), "it goes on"
 
 
-def test_a_hundred_forgets_at_once_are_one_record(a: BucketEngine, b: BucketEngine) -> None:
-    """Or the last waits for the puts of all others. What is stored behind them counts."""
-    keys, gate = [bytes([n, n + 1]) * 16 for n in range(100)], Gate(a, "put", "/erased/", 1)
-    begun = [a.erase(Erasure(tenant=B))]
-    assert gate.reached.wait(TIMEOUT_S)
-    begun += [a.erase(Erasure.of([key])) for key in keys] + [a.erase(Erasure(tenant=A))]
-    pages = ((memoryview(b"x"),),) * 100
-    job = a.submit_store(Run(tuple(keys), pages, A))
-    gate.opened.set()
-    assert all(is_true(each, TIMEOUT_S) for each in begun)
-    assert len(listed(a, records.ERASED)) == 3
-    assert set(finished(job)) == {Reason.OK}
-    assert b.refresh(TIMEOUT_S) and all(b.contains(keys)), "they count as older than some"
-    with b._state.lock:
-        assert all(b._state.erased.kills(N, C, key, 1) for key in keys)
-
-
 def test_the_owner_hears_before_anything_counts_as_younger(
     a: BucketEngine, b: BucketEngine, c: BucketEngine
 ) -> None:
@@ -112,19 +95,6 @@ def test_the_owner_hears_before_anything_counts_as_younger(
     assert is_true(b.erase(Erasure.of(RUN.keys)), TIMEOUT_S)
     assert b.refresh(TIMEOUT_S)
     assert len(told) == 1, "its own tier knows what it erased itself"
-
-
-def test_a_start_tells_many_records_at_once(a: BucketEngine, b: BucketEngine) -> None:
-    for number in range(20):
-        assert is_true(a.erase(Erasure(tenant=bytes([number + 1]) * 16)), TIMEOUT_S)
-    told: list[Sequence[Erasure]] = []
-    b.report_erased(told.append)
-    assert b.refresh(TIMEOUT_S)
-    eventually(lambda: sum(map(len, told)) == 20)
-    assert len(told) <= 3, "what was read before the call, and since"
-    assert "get" not in b.object_stats().requests, "their names say it all"
-    assert b.refresh(TIMEOUT_S, full=True)
-    assert sum(map(len, told)) == 20, "they are told again"
 
 
 def test_what_peers_tell_hides_before_its_record(a: BucketEngine, b: BucketEngine) -> None:
@@ -234,20 +204,6 @@ def test_a_pin_behind_an_erasure_is_younger(a: BucketEngine, b: BucketEngine) ->
     for engine in (a, b):
         assert engine.refresh(TIMEOUT_S, full=True)
         assert engine.has_pin("p"), "it counts as older than what was erased before"
-
-
-def test_forgetting_pages_lists_no_others(a: BucketEngine, b: BucketEngine) -> None:
-    """It would for each, of every namespace: for minutes, while pins and other erasures wait."""
-    run, unknown = make_run(1, PAGES), make_run(2, PAGES)
-    store(a, run)
-    store(b, unknown)
-    prefixes = before(a, "listing", lambda: None, times=0)
-    assert is_true(a.erase(Erasure.of([*run.keys[:2], *unknown.keys])), TIMEOUT_S)
-    assert set(prefixes) == {records.ERASED, a._state.layout.pins}
-    assert len(listed(b, b._state.layout.pages)) == 1 + 3, "what it knows is gone"
-    assert b.refresh(TIMEOUT_S, full=True)
-    assert not any(b.contains([*run.keys[:2], *unknown.keys]))
-    eventually(lambda: len(listed(b, b._state.layout.pages)) == 1, "the rest stays for ever")
 
 
 def merged(engine: BucketEngine, *, after_s: float = 3600.0) -> int:
@@ -375,35 +331,6 @@ def test_no_erasure_undoes_what_a_pins_owner_did(
     assert owner.has_pin("p") == (change == "pin")
 
 
-def test_no_collector_deletes_a_pin_renewed_since(make_engine: Any) -> None:
-    """However many others are read beside it, each of which takes long."""
-    a, run, now = make_engine(), make_run(1, PAGES), time.time()
-    for number in range(20):
-        assert is_true(a.pin(f"{number}", run.keys, until_s=now + 100), TIMEOUT_S)  # type: ignore[arg-type]
-    names_of = {names.Layout(NAMESPACE).pin(f"{number}"): f"{number}" for number in range(20)}
-    get, delete, reading, gone = a._requests.get, a._requests.delete, set[str](), list[str]()
-    several = threading.Event()
-
-    def slow(path: str, nbytes: int) -> memoryview:
-        reading.add(path)
-        if len(reading) > 4:
-            several.set()
-        assert several.wait(TIMEOUT_S), "one pin is read at a time"
-        return get(path, nbytes)
-
-    def renewed_behind(paths: list[str]) -> None:
-        delete(paths)
-        gone.extend(paths)
-        if gone[:1] == paths:
-            begun = a.pin(names_of[gone[0]], run.keys, until_s=now + 900)
-            assert is_true(begun, TIMEOUT_S)  # type: ignore[arg-type]
-
-    a._requests.get, a._requests.delete = slow, renewed_behind  # type: ignore[method-assign, assignment]
-    later = Collector(a._requests, CollectorSettings(), clock=lambda: now + 200)
-    assert later.run_once(NAMESPACE).num_removed == 20
-    assert listed(a, a._state.layout.pins) == gone[:1]
-
-
 def test_no_listing_brings_a_pin_back(a: BucketEngine) -> None:
     """While the record of what was erased of it is still being written."""
     assert is_true(a.pin("p", RUN.keys, data=b"notes"), TIMEOUT_S)  # type: ignore[arg-type]
@@ -414,31 +341,6 @@ def test_no_listing_brings_a_pin_back(a: BucketEngine) -> None:
     before(a, "put", listed_before)
     assert is_true(a.erase(Erasure.of(RUN.keys)), TIMEOUT_S)
     assert a.refresh(TIMEOUT_S) and not a.has_pin("p")
-
-
-def test_hearing_of_a_forget_deletes_nothing(a: BucketEngine, b: BucketEngine) -> None:
-    """Or each of all servers deletes each page: a full listing does, which finds it left over."""
-    for engine in (a, b):
-        assert engine.refresh(TIMEOUT_S)
-    store(b, RUN)
-    assert is_true(a.erase(Erasure.of(RUN.keys)), TIMEOUT_S)
-    assert b.refresh(TIMEOUT_S)
-    with b._state.lock:
-        assert not any(b._state.index.holds(RUN.keys)) and not b._state.doomed
-    assert "delete" not in b.object_stats().requests
-    assert b.refresh(TIMEOUT_S, full=True)
-    eventually(lambda: not listed(b, b._state.layout.pages))
-
-
-def test_erasures_asked_for_together_list_once(make_engine: Any) -> None:
-    """As a purge: of the tenant, and of those whose tenant is unknown."""
-    a, second = make_engine(), list["Future[bool]"]()
-    store(a, make_run(1, PAGES))
-    before(a, "put", lambda: second.append(a.erase(Erasure(tenant=B))))
-    folders = before(a, "listing", lambda: None, times=0)
-    assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
-    assert is_true(second[0], TIMEOUT_S)
-    assert folders.count(a._state.layout.pages) == 1
 
 
 def test_forgets_that_keep_coming_are_answered(make_engine: Any) -> None:
@@ -457,40 +359,3 @@ def test_a_failed_record_fails_no_later_erasure(make_engine: Any) -> None:
     before(a, "put", lambda: later.append(a.erase(Erasure.of([b"k" * 32]))))
     assert not is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert is_true(later[0], TIMEOUT_S), "it was not tried"
-
-
-class Unwalked(dict[Any, Any]):
-    """What is asked for one at a time, or copied, but not gone through in place."""
-
-    def items(self) -> Any:
-        raise AssertionError("all were gone through, with lookups waiting")
-
-    __iter__ = items
-
-
-def test_a_forget_of_others_walks_no_staged_page(make_engine: Any) -> None:
-    """Lookups wait meanwhile."""
-    a, run = make_engine(num_connections=1), make_run(1, PAGES)
-    gate = Gate(a, "put")
-    job = a.submit_store(run)
-    assert gate.reached.wait(TIMEOUT_S)
-    with a._state.lock:
-        staged, a._state.uploads = a._state.uploads, Unwalked(a._state.uploads)
-    try:
-        erased = [a.erase(Erasure.of([N])), a.erase(Erasure(tenant=A))]
-    finally:
-        with a._state.lock:
-            a._state.uploads = staged
-        gate.opened.set()
-    assert set(finished(job)) == {Reason.OK}
-    assert all(is_true(each, TIMEOUT_S) for each in erased)
-
-
-def test_a_record_keeps_lookups_waiting_for_no_walk(a: BucketEngine) -> None:
-    """Through all records that were ever written."""
-    assert a.refresh(TIMEOUT_S, full=True)
-    with a._state.lock:
-        a._state.erased.known = Unwalked(a._state.erased.known)
-    for tenant in (A, B):
-        assert is_true(a.erase(Erasure(tenant=tenant)), TIMEOUT_S)
-    assert len(listed(a, records.ERASED)) == 2

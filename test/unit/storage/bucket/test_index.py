@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import tracemalloc
-from collections.abc import Iterator
 
 import pytest
 
-from sglang_tiered.storage.bucket.index import MAX_STEPS, BucketIndex
+from sglang_tiered.storage.bucket.index import BucketIndex
 from sglang_tiered.storage.bucket.names import PageName
 
 A, B = b"a" * 16, b"b" * 16
@@ -59,26 +57,6 @@ def test_bounds_take_the_oldest_but_no_pinned_page() -> None:
         table.check_integrity()
 
 
-class Unwalked(dict[bytes, bytes]):
-    def __iter__(self) -> Iterator[bytes]:
-        raise AssertionError("all pages are looked at")
-
-
-def test_a_full_share_looks_at_no_other_page() -> None:
-    """Or each page that is listed would cost as much as all that are held, under the lock."""
-    table = index(max_tenant_bytes=300)
-    for number in range(1000):
-        put(
-            table, page(number, tenant=B if number % 100 == 99 else number.to_bytes(16, "big")), 100
-        )
-    rows = table._rows = Unwalked(table._rows)
-    for number in range(2000, 2010):
-        put(table, page(number, tenant=B), 100)
-    table._rows = dict(rows.items())
-    assert held(table, 999, *range(2000, 2010)) == [999, 2008, 2009]
-    table.check_integrity()
-
-
 @pytest.mark.parametrize(
     "bounds", [{"max_pages": 100}, {"capacity_bytes": 10_000}, {"max_tenant_bytes": 10_000}]
 )
@@ -95,28 +73,6 @@ def test_more_pages_than_fit_turn_nothing_over(bounds: dict[str, int]) -> None:
         table.check_integrity()
 
 
-def test_many_pinned_pages_ahead_cost_a_put_little() -> None:
-    asked: list[bytes] = []
-    pinned = {key(number) for number in range(5000)}
-
-    def is_pinned(each: bytes) -> bool:
-        asked.append(each)
-        return each in pinned
-
-    table = BucketIndex(5000, None, None, is_pinned)
-    for number in range(5000):
-        put(table, page(number), 100)
-    most = 0
-    for number in range(5000, 5050):
-        asked.clear()
-        put(table, page(number), 100)
-        most = max(most, len(asked))
-    assert most <= MAX_STEPS + 2
-    assert held(table, *range(5000)) == list(range(5000))
-    assert table.num_pages <= 5010
-    table.check_integrity()
-
-
 def test_a_sweep_takes_what_no_listing_showed() -> None:
     """Not what was put since it began, in whatever way, nor what an earlier one that failed saw."""
     table = index()
@@ -130,38 +86,6 @@ def test_a_sweep_takes_what_no_listing_showed() -> None:
     assert table.sweep(table.keys()[:5], unseen=True) == 3
     assert table.sweep(table.keys(), unseen=True) == 5
     assert held(table, *range(30)) == [2, 3, 20]
-    table.check_integrity()
-
-
-def test_the_oldest_is_found_without_passing_the_gone() -> None:
-    """Or each page beyond a bound costs as much as those that it ever held."""
-    table = index(max_pages=10_000, max_tenant_bytes=1 << 20)
-    looks = []
-
-    class Counted(dict[bytes, bytes]):
-        def __iter__(self) -> Iterator[bytes]:
-            looks.append(self)
-            return super().__iter__()
-
-    table._rows = Counted(table._rows)
-    for number in range(12_000):
-        put(table, PageName(number.to_bytes(32, "big"), bytes(16), 1, 0, number, 0), 100)
-    assert 9990 <= table.num_pages <= 10_000
-    assert len(looks) < 300
-    for number in range(2000, 2100):
-        table.put(PageName(number.to_bytes(32, "big"), bytes(16), 1, 0, number, 0), is_listed=True)
-    assert len(looks) < 300
-
-
-def test_a_tenant_for_each_page_costs_no_others() -> None:
-    """As with a new salt in every request."""
-    table = index(max_pages=2000)
-    for number in range(400):
-        put(table, page(number), 100)
-    for number in range(1000, 2500):
-        put(table, page(number, tenant=number.to_bytes(16, "big")), 100)
-    assert held(table, *range(400)) == list(range(400))
-    assert table.num_tenants == 1501
     table.check_integrity()
 
 
@@ -208,18 +132,3 @@ def test_random_histories_keep_the_books() -> None:
         if step % 50 == 0:
             table.check_integrity()
     table.check_integrity()
-
-
-@pytest.mark.parametrize("num_pages", [40_000])
-def test_a_page_takes_less_than_250_bytes(num_pages: int) -> None:
-    table = index(max_pages=num_pages)
-    tracemalloc.start()
-    try:
-        for number in range(num_pages):
-            name = PageName(number.to_bytes(32, "big"), A, 100, 0, number, number)
-            put(table, name, 10)
-        taken = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    assert table.num_pages == num_pages
-    assert taken / num_pages < 250, f"{taken / num_pages:.0f} bytes a page"

@@ -13,7 +13,7 @@ from kit.runs import blank, make_run
 from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, Reason, Run
-from sglang_tiered.storage.bucket import discovery, transfers
+from sglang_tiered.storage.bucket import transfers
 from sglang_tiered.storage.promises import is_true
 
 
@@ -55,22 +55,6 @@ def test_an_internal_error_ends_one_job_alone(
     assert all(thread.is_alive() for thread in engine._workers._threads)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
-def test_the_next_pass_lists_pages_after_internal_errors(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    run = make_run(1, [4096])
-    assert finished(make_engine().submit_store(run)) == [Reason.OK]
-    left = fail_once(monkeypatch, discovery, "parse_page", error)
-    other = make_engine(num_connections=1)
-    if left:  # its first pass may still be to come
-        other.refresh(TIMEOUT_S, full=True)
-    assert not left
-    assert other.refresh(TIMEOUT_S, full=True)
-    assert other.lookup(run.keys).num_hits == 1
-    assert all(thread.is_alive() for thread in other._workers._threads)
-
-
 def test_an_owner_that_fails_ends_no_discovery(make_engine: Any) -> None:
     """As one whose disk or memory is full for a moment, when it is told what was erased."""
     run, fails = make_run(1, [100]), [MemoryError(), MemoryError()]
@@ -91,26 +75,6 @@ def test_an_owner_that_fails_ends_no_discovery(make_engine: Any) -> None:
     assert finished(a.submit_store(run)) == [Reason.OK]
     assert b.refresh(TIMEOUT_S)
     assert b.contains(run.keys) == [True]
-
-
-def test_a_first_pass_that_fails_is_paused(make_engine: Any) -> None:
-    clock, seen = Clock(1000.0), list[None]()
-    engine = make_engine(clocks={"clock": clock})
-    assert engine.refresh(TIMEOUT_S)
-
-    def fail(*_: object) -> None:
-        seen.append(None)
-        raise RuntimeError
-
-    engine._requests.each = fail  # type: ignore[method-assign, assignment]
-    engine.set_namespace(b"\x22" * 32)
-    eventually(lambda: seen, "it looks at the new one")
-    assert not engine.refresh(TIMEOUT_S)
-    assert not engine.refresh(TIMEOUT_S)
-    assert len(seen) == 3, "it spins"
-    clock.now += 1.5
-    engine._wake_discovery()
-    eventually(lambda: len(seen) == 4, "it gave up")
 
 
 def test_erasures_are_finished_after_internal_errors(

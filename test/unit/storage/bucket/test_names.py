@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from sglang_tiered.storage.base import Erasure
@@ -12,26 +10,6 @@ from sglang_tiered.storage.bucket.names import Layout, PageName, namespace_of, p
 
 LAYOUT = Layout(b"\x11" * 32)
 PAGE = PageName(b"\xa1" * 32, b"\x22" * 16, 8 << 20, 7, 1_700_000_000, 0xDEADBEEF)
-
-
-def test_a_name_comes_back_from_its_path() -> None:
-    source = random.Random(1)
-    for _ in range(300):
-        name = PageName(
-            source.randbytes(32),
-            source.randbytes(16),
-            source.randrange(1, 1 << 32),
-            source.randrange(1 << 32),
-            source.randrange(1 << 31),
-            source.randrange(1 << 64),
-        )
-        assert parse_page(name.path(LAYOUT)) == name
-
-
-def test_names_sort_by_their_time() -> None:
-    times = sorted(random.Random(2).sample(range(1 << 32), 100))
-    names = [PAGE._replace(unix_s=unix_s).path(LAYOUT) for unix_s in times]
-    assert sorted(names) == names
 
 
 @pytest.mark.parametrize(

@@ -120,12 +120,6 @@ def test_the_same_requests_everywhere(
     assert client.troubles == {}
 
 
-def test_unknown_encryption_is_refused_before_a_request(environment: pytest.MonkeyPatch) -> None:
-    environment.setenv("AWS_SERVER_SIDE_ENCRYPTION", "rot13")
-    with pytest.raises(ConfigError, match="variables in the environment"):
-        opened("s3://tier-test")
-
-
 def test_a_missing_bucket_is_not_a_missing_object(bucket: Any) -> None:
     client = opened("s3://no-such-bucket")
     for found in (

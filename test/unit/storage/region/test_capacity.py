@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.faulty import Fault, FaultyDevice
-from kit.runs import blank, make_run, of, page_data
+from kit.faulty import FaultyDevice
+from kit.runs import make_run, of
 from kit.tiers import load, open_region, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
+from sglang_tiered.storage.base import NO_TENANT, Erasure, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.pins import PinRefusal
@@ -129,26 +128,6 @@ def test_a_shrink_ends_at_pinned_regions(engine: RegionEngine) -> None:
     assert engine.stats().capacity_bytes == 2 * REGION
 
 
-def test_the_bound_on_pins_follows_the_capacity(engine: RegionEngine) -> None:
-    runs = fill(engine, range(10))
-    shrink(engine, 4)
-    keys = [key for run in runs[8:] for key in run.keys]
-    assert isinstance(engine.pin("both", keys), PinRefusal)
-    engine.capacity.set(CAPACITY)
-    assert not isinstance(engine.pin("both", keys), PinRefusal)
-
-
-def test_a_load_under_way_ends_whole(engine: RegionEngine) -> None:
-    runs = fill(engine, range(11))
-    targets = [blank(run) for run in runs]
-    jobs = [engine.submit_load(target) for target in targets]
-    shrink(engine, 2)
-    for run, target, job in zip(runs, targets, jobs, strict=True):
-        assert set(finished(job)) == {Reason.OK}
-        assert page_data(target) == page_data(run)
-    eventually(lambda: engine.stats().physical_bytes <= 2 * REGION, "readers let go")
-
-
 def test_an_erasure_amid_a_shrink_is_durable(opens: Open) -> None:
     engine = opens()
     runs = fill(engine, range(11))
@@ -167,21 +146,6 @@ def test_a_tenants_share_is_of_today(opens: Open) -> None:
     fill(engine, range(10, 16), A)
     (usage,) = [each for each in engine.tenants(9) if each.tenant == A]
     assert usage.physical_bytes <= 2 * REGION
-
-
-def test_what_it_wants_and_how_cold_it_is(opens: Open) -> None:
-    now = 100.0
-    engine = opens(clock=lambda: now)
-    assert engine.capacity.room().wants_bytes == 0, "it is not written to"
-    runs = fill(engine, range(12))
-    assert engine.capacity.room().wants_bytes >= 3 * REGION
-    assert engine.flush(TIMEOUT_S)  # a write under way would seem to hang
-    now = 170.0
-    assert engine.capacity.room().wants_bytes == 0, "nor is it now"
-    first = held(engine, runs)[0]
-    assert engine.capacity.room().coldest_s == pytest.approx(70.0)
-    load(engine, runs[first])
-    assert engine.capacity.room().coldest_s == 0.0
 
 
 @pytest.fixture
@@ -229,20 +193,3 @@ def test_saved_pages_are_written_amid_a_shrink(
     assert len(written) >= 34
     waiting = [6 * index - pages for index, pages in enumerate(written[:30])]
     assert max(waiting) < PER_REGION // 2
-
-
-def test_asking_again_forgets_no_failure(opens: Open, device: FaultyDevice) -> None:
-    """As each tick does, or a shrink whose victims stay would try all of them."""
-    engine = opens(22, device=device)
-    fill(engine, range(20))
-    device.faults = [Fault(0, "unlink", times=1000, error=errno.EIO)]
-
-    def ask(operation: str) -> None:
-        if operation == "unlink":
-            engine.capacity.set(4 * REGION)
-
-    device.before = ask
-    before = device.calls.count("unlink")
-    shrink(engine, 4)
-    assert 1 < device.calls.count("unlink") - before < 10
-    device.faults, device.before = [], None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,16 +98,6 @@ def test_largest_page_and_one_byte_more(tmp_path: Path) -> None:
     reopened.close()
 
 
-def test_capacity_of_a_single_region(tmp_path: Path) -> None:
-    engine = open_region(tmp_path, capacity_bytes=REGION, region_bytes=REGION)
-    for seed in range(5):
-        run = make_run(seed, [12_288] * 3)
-        store(engine, run)
-        loads(engine, run)
-        assert engine.stats().physical_bytes == REGION
-    close_whole(engine)
-
-
 @pytest.fixture
 def gate() -> Gate:
     return Gate()
@@ -155,26 +144,6 @@ def test_a_queue_takes_the_leading_pages_that_fit(
     expected = [Reason.DUPLICATE] * num_taken + [Reason.OK] * (4 - num_taken)
     assert finished(gated.submit_store(run)) == expected
     assert load(gated, run) == [Reason.OK] * 4
-
-
-class Unsearched(deque[Any]):
-    """Extents under way of which only the oldest may be looked at."""
-
-    def __iter__(self) -> Any:
-        raise AssertionError("a store got its place by a walk through all before it")
-
-
-def test_placing_a_store_walks_through_no_others(gated: RegionEngine, gate: Gate) -> None:
-    gate.passes = 1  # the header of the region
-    gated._state.writes = Unsearched()
-    jobs = [gated.submit_store(make_run(1, [4096]))]
-    assert gate.entered.wait(TIMEOUT_S)
-    jobs += [gated.submit_store(make_run(seed, [4096])) for seed in (2, 3)]
-    gate.opened.set()
-    assert [finished(job) for job in jobs] == [[Reason.OK]] * 3
-    with gated._state.lock:
-        assert not gated._state.writes
-        gated._state.writes = deque()
 
 
 def test_loads_do_not_wait_behind_stores(gated: RegionEngine, gate: Gate) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from kit.runs import make_run
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.files import (
     CHECKPOINT_NAME,
     ERASED_NAME,
@@ -18,17 +15,9 @@ from sglang_tiered.storage.region.files import (
     is_shard_file,
 )
 from sglang_tiered.storage.region.format import region_name
-from sglang_tiered.storage.region.notes import Notes
 from sglang_tiered.storage.region.pins import PinRefusal, file_of
 
 REGION = 64 * 1024
-
-
-def test_a_note_under_an_unlisted_name_is_refused(tmp_path: Path) -> None:
-    notes = Notes(FileDevice(tmp_path))
-    with pytest.raises(ValueError, match="'DIARY' is not in NOTE_NAMES"):
-        notes.write("DIARY", b"x")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_file_that_a_store_writes_is_listed(tmp_path: Path) -> None:

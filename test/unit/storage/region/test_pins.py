@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from kit.waiting import TIMEOUT_S
 from sglang_tiered.storage.base import NO_TENANT, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, pins, state
-from sglang_tiered.storage.region.pins import Pin, PinRefusal
+from sglang_tiered.storage.region.pins import PinRefusal
 
 PAGE = 4096
 REGION = 64 * PAGE
 CAPACITY = 8 * REGION
 BOUND = 3 * REGION  # half of all regions but two
-A, B = b"a" * 16, b"b" * 16
+A = b"a" * 16
 
 
 def open_engine(directory: Path, **changes: Any) -> RegionEngine:
@@ -127,12 +126,6 @@ def test_a_pin_beyond_the_bound_says_the_numbers(tmp_path: Path) -> None:
     close_whole(engine)
 
 
-def test_too_small_a_capacity_pins_nothing(tmp_path: Path) -> None:
-    engine = open_engine(tmp_path / "s", capacity_bytes=2 * REGION)
-    assert "three regions" in refused(engine, "p", make_run(1, [PAGE]).keys).why
-    close_whole(engine)
-
-
 def test_too_many_pins_and_keys_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,21 +154,6 @@ def test_too_many_pins_and_keys_are_refused(
     close_whole(engine)
 
 
-def test_room_that_an_unpin_frees_is_used(tmp_path: Path) -> None:
-    """Pages that came when the bound was reached are pinned once there is room."""
-    engine = open_engine(tmp_path / "s", pin_share=0.25)
-    early, late = make_run(1, [PAGE] * 90), make_run(2, [PAGE] * 30)
-    pin(engine, "late", late.keys)
-    store(engine, early)
-    pin(engine, "early", early.keys)
-    store(engine, late)
-    pinned = engine._state.index.pinned_bytes
-    assert 90 * PAGE <= pinned <= engine.pin_bound_bytes
-    assert is_true(engine.unpin("early"), TIMEOUT_S)
-    assert engine._state.index.pinned_bytes == 30 * PAGE
-    close_whole(engine)
-
-
 def test_a_share_makes_room_beside_its_pins(tmp_path: Path) -> None:
     """A tenant at its share, with pinned pages in each of its regions, still stores."""
     engine = open_engine(tmp_path / "s", capacity_bytes=16 * REGION, max_tenant_bytes=4 * REGION)
@@ -192,44 +170,3 @@ def test_a_share_makes_room_beside_its_pins(tmp_path: Path) -> None:
     for run in kept:
         assert engine.lookup(run.keys).num_hits == 4
     close_whole(engine)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"name": ""}, "the name of a pin has 1 to 1024 bytes, not ''"),
-        ({"name": "x" * 1025}, "the name of a pin has 1 to 1024 bytes"),
-        ({"keys": []}, "names no page; unpin it instead"),
-        ({"keys": [b"k"]}, "a key has 1 bytes, expected 32"),
-        ({"tenant": b"t"}, "a tenant has 1 bytes, expected 16"),
-        ({"until_s": float("nan")}, "a pin until nan: must be seconds since 1970"),
-        ({"data": bytes((17 << 20) + 1)}, "the data of a pin has 17825793 bytes, at most 17825792"),
-    ],
-)
-def test_what_no_pin_can_be(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    engine = open_engine(tmp_path / "s")
-    with pytest.raises(ValueError, match=message):
-        engine.pin(**({"name": "n", "keys": [bytes(32)], "tenant": NO_TENANT} | change))
-    close_whole(engine)
-
-
-def test_pages_that_many_pins_share_cost_linear_time() -> None:
-    """Lookups wait for it: as conversations share a system prompt, that is the usual case."""
-
-    def cost(num_pins: int) -> float:
-        shared = tuple(bytes([number]) * 32 for number in range(8))
-        many = [
-            Pin(str(number), A, (*shared, number.to_bytes(32, "big"))) for number in range(num_pins)
-        ]
-        made = pins.PinBook(1, lambda: 0.0)
-        began = time.thread_time()
-        for each in many:
-            made.add(each)
-        assert len(made.forget(shared[:1])) == num_pins
-        for each in many:
-            made.remove(each.name)
-        assert not made.wanted(shared)
-        return time.thread_time() - began
-
-    few = min(cost(500) for _ in range(3))
-    assert cost(4000) < 30 * few, "8 is linear, 64 quadratic"

@@ -37,19 +37,6 @@ def test_useless_then_oldest_then_burdened_or_read() -> None:
     assert left == [unsealed, written], "these never go"
 
 
-def test_a_useless_region_being_read_goes_last() -> None:
-    useless, idle = region(1), region(5)
-    useless.pins = 1
-    assert choose_victim([useless, idle], [useless]) is idle
-
-
-def test_the_search_ends_at_the_first_victim() -> None:
-    left = iter([region(1, a=1), region(2, a=1), region(3, a=1)])
-    victim = choose_victim(left, [])
-    assert victim is not None and victim.sequence == 1
-    assert next(left).sequence == 2, "it was looked at"
-
-
 def test_a_share_takes_its_oldest_own_region(monkeypatch: pytest.MonkeyPatch) -> None:
     own = region(3, a=40_000, b=10_000)
     foreign, read, written = region(0, a=60_000), region(1, a=60_000), region(2, a=60_000)
@@ -60,16 +47,3 @@ def test_a_share_takes_its_oldest_own_region(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_own_victim([own], A, lambda r: 25_001) is None, "pinned pages are written again"
     monkeypatch.setattr(reclaim, "MAX_SAVED_BYTES", 9_999)
     assert choose_own_victim([own], A) is None, "others' pages are, within a bound"
-
-
-def test_pins_are_counted_of_no_other_region() -> None:
-    asked: list[int] = []
-
-    def pinned(one: Region) -> int:
-        asked.append(one.sequence)
-        return 50_000 if one.sequence == 7 else 0
-
-    regions = [region(number, a=10_000, b=40_000) for number in range(7)]
-    regions += [region(7, a=60_000), region(8, a=60_000), region(9, a=60_000)]
-    assert choose_own_victim(regions, A, pinned) is regions[8]
-    assert asked == [7, 8], "the oldest that may be its own, until one is"

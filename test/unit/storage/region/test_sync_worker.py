@@ -68,15 +68,3 @@ def test_an_internal_error_in_sealing_keeps_the_region(
     assert engine.lookup(first.keys).num_hits == 0, "it was reclaimed in its turn"
     assert engine.flush(TIMEOUT_S)
     engine.check_integrity()
-
-
-def test_an_internal_error_in_checkpoints_costs_no_barrier(
-    engine: RegionEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fail_once(monkeypatch, sync_worker, "pack_checkpoint")
-    store(engine, make_run(2, [4096]))
-    assert engine.flush(TIMEOUT_S)
-    assert "internal error while writing a checkpoint" in engine.stats().health_reason
-    clock.now += 100.0
-    store(engine, make_run(3, [4096]))
-    assert engine.flush(TIMEOUT_S)

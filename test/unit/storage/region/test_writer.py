@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,16 +20,13 @@ from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     Contents,
-    extent_header_bytes,
     region_name,
     unpack_footer,
     unpack_region_header,
     unpack_trailer,
 )
-from sglang_tiered.storage.region.pending import ExtentWrite
 
 REGION = 16 * BLOCK_BYTES
-HEADER = extent_header_bytes(1)
 
 
 class Bench:
@@ -97,17 +93,6 @@ def test_no_extent_takes_the_room_of_its_footer(bench: Bench) -> None:
     assert extents["offset"].tolist() == [BLOCK_BYTES]
     assert extents["num_pages"].tolist() == [12]
     assert len(bench.files()) == 2
-
-
-def test_written_extents_leave_without_the_collector(bench: Bench) -> None:
-    """They hold what was encoded, and what was read to be written again."""
-    gc.collect()
-    gc.disable()
-    try:
-        assert bench.store(1, 3) == [Reason.OK] * 3
-        eventually(lambda: not any(isinstance(each, ExtentWrite) for each in gc.get_objects()))
-    finally:
-        gc.enable()
 
 
 def test_stores_that_wait_share_an_extent(bench: Bench) -> None:

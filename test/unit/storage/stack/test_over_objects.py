@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,29 +65,3 @@ def test_what_was_collected_is_not_durable(servers: tuple[Any, Any]) -> None:
     first.bucket._requests.delete(listed(first.bucket, first.bucket._state.layout.pages))
     assert is_true(first.nvme.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
     assert first.flush_to_bucket(KEYS, TIMEOUT_S) == [False] * 4
-
-
-def test_a_copy_read_before_the_tombstone_stays_up(
-    servers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = servers
-    assert second.bucket.refresh(TIMEOUT_S)
-    read, told = threading.Event(), threading.Event()
-    read_batch = second._demoter._read
-
-    def slow_read(batch: object) -> object:
-        found = read_batch(batch)
-        read.set()
-        assert told.wait(TIMEOUT_S)
-        return found
-
-    monkeypatch.setattr(second._demoter, "_read", slow_read)
-    store(second, RUN)
-    assert read.wait(TIMEOUT_S), "nothing was copied"
-    assert is_true(first.erase(Erasure.of(KEYS[:2])), TIMEOUT_S)
-    assert second.bucket.refresh(TIMEOUT_S)
-    told.set()
-    assert second.flush_to_bucket(KEYS, TIMEOUT_S)[2:] == [True, True]
-    assert first.bucket.refresh(TIMEOUT_S)
-    for engine in servers:
-        assert engine.contains(KEYS) == [False, False, True, True]

@@ -56,18 +56,6 @@ def damage(directory: Path, data: bytes) -> None:
         file.write_bytes(file.read_bytes().replace(data, bytes([data[0] ^ 1]) + data[1:]))
 
 
-def test_a_late_bucket_load_is_no_hit(engine: TierStack, tiers: Any) -> None:
-    run = make_run(1, PAGES)
-    store(tiers.bucket, of(TENANT, run))
-    tiers.bucket.holding = {JobKind.LOAD}
-    target = blank(run)
-    job = engine.submit_load(target, deadline_s=0.0)
-    tiers.bucket.release()
-    assert finished(job) == [Reason.CANCELLED] * 4
-    assert page_data(target) == page_data(blank(run))
-    assert tiers.bucket.deadlines == [0.0]
-
-
 # ---- Promotion ----
 
 
@@ -170,18 +158,6 @@ def test_pages_read_while_a_purge_begins_stay_down(
 
 
 # ---- Demotion ----
-
-
-def test_reads_to_be_copied_are_not_loads(engine: TierStack, tiers: Any) -> None:
-    """Nobody times them, so a speed of loaded bytes over busy seconds would have no bound."""
-    run = make_run(1, PAGES)
-    store(engine, run)
-    tiers.until(num_demoted=4)
-    for loaded in (0, 4):
-        stats = engine.nvme.stats()
-        assert (stats.num_pages_loaded, stats.bytes_loaded) == (loaded, 8192 * loaded)
-        assert (stats.num_pages_copied, stats.bytes_copied) == (4, run.num_bytes)
-        load(engine, run)
 
 
 def test_stores_go_down_in_order_under_their_tenant(engine: TierStack, tiers: Any) -> None:

@@ -15,7 +15,7 @@ from kit.waiting import TIMEOUT_S, eventually
 from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.storage.base import PIECE_KEYS, Erasure
 from sglang_tiered.storage.bucket import BucketEngine
-from sglang_tiered.storage.promises import all_true, ended, is_true
+from sglang_tiered.storage.promises import ended, is_true
 from sglang_tiered.storage.stack import TierStack
 
 TENANT = b"t" * 16
@@ -80,14 +80,6 @@ def test_what_did_not_last_is_applied_again(store: Store) -> None:
     store.answer, what = ended(False), Erasure(None, TENANT)
     assert not store.told(what) and not store.told(what)
     assert len(store.asked) == 2
-
-
-def test_a_start_writes_its_notes_together(store: Store) -> None:
-    """For each of thousands it would wait, while NVMe serves what they speak of."""
-    nvme, many = store.nvme, [Erasure((key,)) for key in MANY[:50]]
-    before = nvme.stats().bytes_written
-    assert is_true(all_true([nvme.erase_told(each, nvme.erase) for each in many]), TIMEOUT_S)
-    assert nvme.stats().bytes_written - before <= 5 * 4096
 
 
 def test_memory_hears_what_the_bucket_knew_before(tmp_path: Path) -> None:
