@@ -116,33 +116,6 @@ def test_an_age_counts_wherever_it_was_told(shelf: Shelf) -> None:
     assert one.unknown([told]) == []
 
 
-class Watched(dict[Any, Any]):
-    num_walks = 0
-
-    def copy(self) -> Any:
-        self.num_walks += 1
-        return super().copy()
-
-
-def test_nothing_lacked_is_looked_for_nowhere(shelf: Shelf) -> None:
-    book = shelf.open()
-    _, (told,) = book.begin(Erasure(tenant=b"a" * 16))
-    records = book._shelf.records = Watched(book._shelf.records)
-    for ids in (b"", b"half"):
-        assert (book.take(ids), book.version_without(ids), records.num_walks) == ([], 1, 0)
-    assert (book.take(told.id[:8]), book.version_without(told.id[:8])) == ([told], 0)
-
-
-def test_old_records_are_looked_for_once_a_second(shelf: Shelf) -> None:
-    book = shelf.open()
-    book.begin(Erasure(tenant=b"a" * 16))
-    records = book._shelf.records = Watched(book._shelf.records)
-    for _ in range(100):
-        book.settle(None)
-        shelf.pass_time(0.02)
-    assert 1 <= records.num_walks <= 3
-
-
 @pytest.mark.parametrize("age_s", [float("inf"), float("nan"), 1e300])
 def test_an_age_that_cannot_be_is_the_oldest(shelf: Shelf, age_s: float) -> None:
     book = shelf.open()
@@ -240,14 +213,3 @@ def test_a_clock_set_back_keeps_nothing_for_ever(shelf: Shelf) -> None:
     shelf.pass_time(RETENTION_S + 1)
     again.settle(None)
     assert len(again) == 0
-
-
-def test_each_record_is_noted_once(shelf: Shelf) -> None:
-    book = shelf.open()
-    book.begin(Erasure.of([n.to_bytes(32, "big") for n in range(1 << 17)]), ended(True))
-    for _ in range(10):
-        book.begin(Erasure.of([b"k" * 32]), ended(True))
-        book.begin(Erasure(), ended(False))
-        book.save()
-    assert shelf.num_noted == (1 << 17) // 1024 + 10
-    assert not book._unnoted

@@ -50,58 +50,6 @@ class World:
         return [peer and int(peer.server, 16) for peer in self.mirror.find(keys(*pages))]
 
 
-def test_no_more_pages_than_the_bound_are_kept() -> None:
-    world = World(max_pages=100)
-    world.see(1, 2)
-    world.load(1, *range(1, 91))
-    world.load(2, *range(81, 131))
-    assert world.mirror.figures()[2:4] == (90, 50), "a server is known whole or not at all"
-    assert world.found(85, 120) == [1, None]
-    assert not world.mirror.may_hold_more(world.peer(2))
-    world.mirror.remove_pages(world.peer(1), np.arange(1, 61, dtype=np.uint64))
-    assert world.mirror.may_hold_more(world.peer(2))
-    world.mirror.unload(world.peer(2))
-    world.load(2, *range(81, 131))
-    assert world.found(70, 120) == [1, 2]
-    assert not world.mirror.add_pages(world.peer(2), np.arange(200, 250, dtype=np.uint64))
-
-
-def test_few_pages_beyond_the_bound_are_left_out() -> None:
-    world = World(max_pages=1000)
-    world.see(1)
-    world.load(1, *range(1, 991))
-    assert world.mirror.add_pages(world.peer(1), np.arange(2000, 2020, dtype=np.uint64))
-    assert world.mirror.figures()[2:4] == (1000, 10)
-    assert world.found(500, 2000, 2019) == [1, 1, None]
-
-
-def test_servers_too_large_at_once_leave_some_whole() -> None:
-    """Snapshots come side by side: the first that finds no room makes room for the others."""
-    pages = {number: range(number * 1000, number * 1000 + 30) for number in range(1, 6)}
-    world = World(max_pages=100, max_peers=8)
-    world.see(*pages)
-    for at in range(0, 30, 5):
-        for number, of_it in pages.items():
-            known = world.peer(number)
-            part = np.array(of_it[at : at + 5], np.uint64)
-            if not known.is_cut and not world.mirror.add_pages(known, part):
-                world.mirror.cut(known, 30)
-    whole = [number for number in pages if not world.peer(number).is_cut]
-    for number in whole:
-        world.mirror.loaded(world.peer(number))
-    assert len(whole) == 3
-    for number in whole:
-        assert None not in world.found(*pages[number])
-
-
-def test_servers_beyond_the_bound_are_not_mirrored() -> None:
-    world = World(max_peers=3)
-    world.see(5, 6, 7, 8)
-    assert world.mirror.figures().num_peers == 3
-    world.see(6, 8)
-    assert set(world.mirror._peers) == {server(6), server(8)}
-
-
 def test_many_servers_hold_one_page() -> None:
     world = World(max_peers=200)
     world.see(*range(1, 181))
@@ -129,27 +77,6 @@ def test_page_lacking_during_growth_stays_missing(monkeypatch: pytest.MonkeyPatc
     world.load(1, *range(10, 9000))
     assert world.mirror._table is not table
     assert world.found(1, 2, 3) == [1, None, 1]
-
-
-def test_forgotten_pages_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once for each server, on the thread that serves requests."""
-    world = World(max_peers=200)
-    world.see(*range(1, 101))
-    for number in range(1, 101):
-        world.load(number, 10, 11, 1000 + number)
-    table, looked_up = world.mirror._table, list[int]()
-    find = type(table).find
-
-    def count(self: object, pages: np.ndarray) -> np.ndarray:
-        looked_up.append(len(pages))
-        return find(table, pages)
-
-    monkeypatch.setattr(type(table), "find", count)
-    world.mirror.hide_pages(keys(10, 1001, 77))
-    assert looked_up == [3]
-    monkeypatch.undo()
-    assert world.found(10, 1001, 1002) == [None, None, 2]
-    assert world.found(11)[0] in range(1, 101)
 
 
 def test_nothing_is_found_while_the_namespace_changes() -> None:

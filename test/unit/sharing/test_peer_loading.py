@@ -82,16 +82,6 @@ def liar() -> Iterator[StrangeServer]:
         yield server
 
 
-def test_each_page_comes_from_its_holder() -> None:
-    left, right = dict(list(PAGES.items())[:2]), dict(list(PAGES.items())[2:])
-    with page_server(left) as (a, _), page_server(right) as (b, _), page_client() as client:
-        holders = Holders(("a", a.port), ("b", b.port))
-        holders.lacking = {("a", key) for key in right}
-        run, loads = run_of(PAGES), loader(holders, client)
-        assert load(loads, run).reasons == [Reason.OK] * 4 and is_right(run)
-        assert not holders.avoided and not loads.num_recovered
-
-
 def damaged(liar: StrangeServer, asked: messages.Fetch) -> None:
     liar.answer(messages.Fetch(asked.number, bytes(32), asked.keys, asked.lengths, 1), PAGES)
 
@@ -128,39 +118,6 @@ def test_another_holder_is_asked_for_what_failed(
         assert loads.num_recovered == 4 * has_second
         assert holders.avoided == ([] if avoided_s is None else [("liar", avoided_s)])
         assert holders.lacking == ({("liar", key) for key in KEYS} if avoided_s is None else set())
-
-
-def test_a_third_holder_is_not_asked() -> None:
-    with (
-        page_server({}) as (a, _),
-        page_server({}) as (b, _),
-        page_server(PAGES) as (c, _),
-        page_client() as client,
-    ):
-        holders = Holders(("a", a.port), ("b", b.port), ("c", c.port))
-        job = load(loader(holders, client), run_of(PAGES))
-        assert job.reasons == [Reason.MISS] * 4
-        assert c.stats.num_requests == 0
-
-
-def test_lost_holder_is_avoided_with_growing_pauses() -> None:
-    with StrangeServer() as gone:
-        port = gone.port
-    with page_client() as client:
-        holders = Holders(("gone", port))
-        loads = loader(holders, client)
-        times = []
-        for _ in range(9):
-            holders.avoided.clear()
-            assert load(loads, run_of(PAGES)).reasons == [Reason.IO_ERROR] * 4
-            times += [seconds for _, seconds in holders.avoided]
-        assert times == sorted(times)
-        assert times[0] < times[1] < times[2]
-        assert times[-1] == 30.0
-        holders.avoided.clear()
-        loads._silent["gone"] = 5000  # times, which as a power of two was no number
-        load(loads, run_of(PAGES))
-        assert holders.avoided == [("gone", 30.0)]
 
 
 def test_silent_holder_is_avoided_without_second_try(liar: StrangeServer) -> None:

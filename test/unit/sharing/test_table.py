@@ -36,18 +36,6 @@ def chosen(bits: np.ndarray, salt: int = 1) -> list[int]:
     return choose_slots(bits, np.arange(1, bits.shape[1] + 1, dtype=np.uint64), salt).tolist()
 
 
-def test_run_goes_to_the_longest_leading_span() -> None:
-    bits = bits_of({0, 1, 2}, {1, 2}, {2}, {2, 3}, set(), {3}, {0, 3})
-    for salt in range(20):
-        assert chosen(bits, salt) == [2, 2, 2, 2, -1, 3, 3]
-
-
-def test_servers_spread_over_equal_holders() -> None:
-    bits = bits_of(*[{3, 9, 63}] * 10)
-    seen = {tuple(chosen(bits, salt)) for salt in range(60)}
-    assert seen == {(slot,) * 10 for slot in (3, 9, 63)}
-
-
 def test_pages_that_lie_about_everywhere_are_all_found() -> None:
     source = np.random.default_rng(0)
     holders = [set(source.integers(0, 150, 2).tolist()) for _ in range(200)]

@@ -91,16 +91,6 @@ def spans(fetch: PageFetch, request_bytes: int) -> list[tuple[int, int]]:
     ]
 
 
-def test_fetches_are_cut_into_requests_of_consecutive_pages() -> None:
-    assert spans(fetch_of([100] * 5), 250) == [(0, 2), (2, 4), (4, 5)]
-    assert spans(fetch_of([100, 1000, 100]), 250) == [(0, 1), (1, 2), (2, 3)]
-    assert spans(fetch_of([1] * (MAX_REQUEST_PAGES + 1)), 1 << 20) == [
-        (0, MAX_REQUEST_PAGES),
-        (MAX_REQUEST_PAGES, MAX_REQUEST_PAGES + 1),
-    ]
-    assert spans(fetch_of([]), 250) == []
-
-
 def test_oversized_pages_are_not_requested() -> None:
     fetch = fetch_of([100, 0, 100])
     fetch.lengths[2] = MAX_PAGE_BYTES + 1
