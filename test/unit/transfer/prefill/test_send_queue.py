@@ -20,7 +20,7 @@ from sglang_tiered.transfer.prefill.send_queue import (
     SendQueue,
     SlabBuffers,
 )
-from sglang_tiered.transfer.same_host import MAX_PULL_BYTES, Fence
+from sglang_tiered.transfer.same_host import Fence
 from sglang_tiered.transfer.wire_codec import WireCodec
 from sglang_tiered.wire.keys import Tagger
 
@@ -139,26 +139,6 @@ def test_dropped_room_returns_its_credit(queue: SendQueue) -> None:
     assert list(queue.rooms) == [2]
 
 
-class Unsearched(dict[Any, Any]):
-    """Messages under way that only one at a time may be asked for."""
-
-    def values(self) -> Any:
-        raise AssertionError("the end of a room went through the messages of all")
-
-    items = values
-
-
-def test_a_rooms_end_does_not_search_the_others(queue: SendQueue) -> None:
-    queue.unconfirmed = Unsearched()
-    for room in range(50):
-        add(queue, [1], room=room)
-    post_all(queue)
-    for room in range(50):
-        queue.drop_room(room)
-    assert not queue.rooms
-    assert not queue.queue
-
-
 def test_pages_behind_a_closed_fence_are_not_sent(queue: SendQueue) -> None:
     for pull_tagger in (None, Tagger(b"k")):
         queue.pull_tagger = pull_tagger
@@ -189,35 +169,6 @@ def test_failed_pull_becomes_a_slab_of_that_number(queue: SendQueue, is_freed: b
     assert queue.pull_tagger is None
     add(queue, [3], fence, start=2, is_last=False)
     assert post(queue).buffer is not None
-
-
-def test_failed_pulls_hold_no_more_than_the_window() -> None:
-    """A pull takes less credit than its slab: instead of a window's, four windows were held."""
-    shape = Shape(num_layers=1, page_size=64, num_pages=64, num_heads=8, head_bytes=1024)
-    pool = Pool(shape, 1)
-    pairs = pair_buffers(pool.layout, pool.layout)
-    buffers = SlabBuffers(pool.memories.kv.new_buffer)
-    window = 2 * MAX_PULL_BYTES
-    queue = SendQueue(pool.memories, pairs, 64, Tagger(b""), buffers, window)
-    queue.pull_tagger = Tagger(b"k")
-    for room in range(2):
-        queue.add_chunk(opened(room, 32), Chunk(indices(range(32)), 0, True), Fence())
-    post_all(queue)
-    pulls = [key for key, parcel in queue.unconfirmed.items() if not parcel.is_last]
-    assert len(pulls) == 8, "a whole window"
-    for key in pulls:
-        assert queue.resend(key, 0.0)
-    landed: set[Any] = set()
-    post_all(queue)
-    while queue.unconfirmed:
-        held = [one.buffer for one in queue.unconfirmed.values() if one.buffer is not None]
-        assert sum(buffer.nbytes for buffer in held) <= window + MAX_PULL_BYTES
-        for key in list(queue.unconfirmed):
-            landed.add(key)
-            queue.confirm(key, 0.0)
-        post_all(queue)
-    assert landed >= set(pulls)
-    assert queue.credit_bytes == window
 
 
 def test_a_chunk_that_is_not_computed_waits(queue: SendQueue) -> None:
@@ -255,17 +206,6 @@ def test_encoded_slab_is_no_buffer_for_the_next(queue: SendQueue) -> None:
     queue.confirm(slab.key, 0.0)
     held = [queue.buffers.borrow_buffer(1) for _ in range(3)]
     assert all(buffer.flags.writeable for buffer in held)
-
-
-@pytest.mark.parametrize("size", [SMALL_SLAB_BYTES, TARGET_SLAB_BYTES])
-def test_idle_buffers_leave_room_for_other_sizes(size: int) -> None:
-    buffers = SlabBuffers(lambda size: np.empty(size, np.uint8), 2 * TARGET_SLAB_BYTES)
-    for buffer in [buffers.borrow_buffer(size) for _ in range(9)]:
-        buffers.return_buffer(buffer)
-    (other,) = {SMALL_SLAB_BYTES, TARGET_SLAB_BYTES} - {size}
-    held = buffers.borrow_buffer(other)
-    buffers.return_buffer(held)
-    assert buffers.borrow_buffer(other) is held
 
 
 def test_short_slabs_do_not_hold_long_buffers() -> None:
