@@ -45,18 +45,6 @@ def test_keys_of_one_directory_let_both_roles_talk(
         sender.events.wait_for("ready", 1)
 
 
-def test_servers_that_share_pages_have_one_pair(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--role", "peer", "--out", str(tmp_path / "keys")]) == 0
-    out = capsys.readouterr().out
-    names = {"peer.key", "peer.key_secret"}
-    assert {path.name for path in (tmp_path / "keys").iterdir()} == names
-    assert all(name in out for name in (*names, "--tier-peer-keys"))
-    keys = load_keys(tmp_path / "keys", "peer")
-    assert keys.peer_public == keys.public
-
-
 def test_secret_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -76,21 +64,3 @@ def test_keys_in_use_are_never_replaced(tmp_path: Path, capsys: pytest.CaptureFi
     assert "exists" in cli_of(main, capsys)("--out", tmp_path).refusal
     del before["prefill.key"]
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "--help tells"),
-        ("--out", "--help tells"),
-        ("--out x --bits 4", "--help tells"),
-        ("--out x --role king", "--help tells"),
-        ("--out {file}/keys", "file"),
-    ],
-)
-def test_a_wrong_command_line_is_answered_briefly(
-    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    words = words.format(file=tmp_path / "file")
-    assert said in cli_of(main, capsys)(*words.split()).refusal

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from kit.commands import Outcome, cli_of
 from sglang_tiered.request_record import (
-    MAX_RID,
     GivenUp,
     Load,
     Plan,
@@ -182,17 +180,6 @@ def log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Log:
     return Log(tmp_path / "log", capsys)
 
 
-def test_summary_names_the_slowest_first(log: Log) -> None:
-    log.write(*(record(f"r{number}", total_s=10.0 + number, tokens=ALL) for number in range(9)))
-    code, out, err = log.said()
-    assert (code, err) == (0, "")
-    assert re.findall(r"^r\d", out, re.MULTILINE) == ["r8", "r7", "r6", "r5", "r4"]
-    assert "9 requests, arrived from 2026-11-26" in out
-    assert re.search(r"computed +45,000 +100%", out)
-    assert re.search(r"whole +14\.0 s +18\.0 s +18\.0 s", out), "median, 95th percentile, largest"
-    assert log.said("--slower-than", "18s")[0] == 1
-
-
 def test_last_request_of_an_id_is_shown(log: Log) -> None:
     """Clients may use one again, and the file before is older."""
     log.write(*(record("r", num_output_tokens=number) for number in (2, 3)))
@@ -250,16 +237,6 @@ def test_absurd_figures_end_no_report(log: Log) -> None:
     assert "1 damaged or half lines were skipped" in err
 
 
-@pytest.mark.parametrize("name", ["", "/", "**"])
-def test_name_of_no_file_is_one_sentence(name: str, log: Log) -> None:
-    assert log.said(path=name).refusal
-
-
-def test_long_id_is_found_whole(log: Log) -> None:
-    log.write(record("r" * MAX_RID))
-    assert log.said("--rid", "r" * 1000)[0] == 0
-
-
 def test_nothing_found_is_exit_code_one(log: Log) -> None:
     log.write()
     assert log.said()[:2] == (0, "no request was recorded\n")
@@ -269,13 +246,6 @@ def test_nothing_found_is_exit_code_one(log: Log) -> None:
     assert code == 1 and "none of 1 requests took longer than 60 s" in err
     assert log.said("--slower-than", "soon")[0] == 2
     assert log.said("--slower-than", "1", "--rid", "r")[0] == 2
-
-
-def test_one_request_is_a_timeline_with_shares(log: Log) -> None:
-    log.write(record(admitted_s=1.15, tokens=ALL, prefill=COMPUTED))
-    _, out, _ = log.said("--rid", "r")
-    assert re.search(r"in the queue +0\.000 s +1\.150 s +50%", out)
-    assert "tokens: 5,000 computed" in out
 
 
 def test_control_characters_do_not_reach_terminals(log: Log) -> None:

@@ -15,11 +15,8 @@ from object_server import CREDENTIALS, ObjectServer, s3_environment
 
 from kit.commands import Cli
 from kit.runs import NAMESPACE
-from kit.stores import open_engine
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region.directory import shard_path
-from sglang_tiered.storage.region.notes import PageSize, add_page_size
 
 TENANT = b"\x22" * 16
 OTHER = b"\x44" * 32
@@ -69,36 +66,6 @@ def test_stat_counts_what_is_there_and_writes_nothing(cli: Cli, url: str, tmp_pa
     assert "4 pages are erased" in out
 
 
-def test_a_bucket_path_is_taken_as_servers_do(
-    cli: Cli, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(url, 1)
-    monkeypatch.chdir(tmp_path)
-    for place in (tmp_path / "bucket", "bucket"):
-        assert answer(cli, "stat", place)["total"]["pages"] == 4
-        assert answer(cli, "verify", place)
-        assert answer(cli, "gc", place, "--ttl", "14d")
-    assert cli("dump", "bucket").code == 2
-
-
-def test_tokens_of_a_bucket_are_those_servers_noted(cli: Cli, url: str, tmp_path: Path) -> None:
-    fill(url, 1)
-    fill(url, 2, namespace=OTHER)
-    engine = open_engine(shard_path(tmp_path / "kv", "tp0of1-pp0of1-dp0-0"))
-    add_page_size(engine.notes, NAMESPACE, PageSize(64, 3000))
-    add_page_size(engine.notes, OTHER, PageSize(64, 1000))  # others are there
-    report = answer(cli, "stat", url, "--tier-dir", tmp_path / "kv")
-    assert [entry["tokens"] for entry in report["namespaces"]] == [256, None]
-    assert "256" in cli("stat", url, "--tier-dir", tmp_path / "kv").out
-    assert answer(cli, "stat", url)["namespaces"][0]["tokens"] is None
-    for others, tokens in (((), 256), ((100,), None), ((3000,), 0)):
-        add_page_size(engine.notes, OTHER, PageSize(64, 4000, 1, others))
-        report = answer(cli, "stat", url, "--tier-dir", tmp_path / "kv")
-        assert report["namespaces"][1]["tokens"] == tokens, "shorter ones are encoded"
-    outcome = cli("stat", tmp_path / "kv", "--tier-dir", tmp_path / "kv")
-    assert (outcome.code, "--tier-dir is for a URL" in outcome.err) == (2, True)
-
-
 def damaged(data: bytes) -> bytes:
     return data[:10] + bytes([data[10] ^ 4]) + data[11:]
 
@@ -134,13 +101,6 @@ def test_verify_finds_damage_and_nothing_else(
     assert what in problem["problem"]
     assert report["total"]["damaged_pages"] == (where == "pages/*")
     assert "damage: " in cli("verify", url).out
-
-
-def test_verify_finds_a_page_under_anothers_name(cli: Cli, url: str, tmp_path: Path) -> None:
-    fill(url, 1)
-    first, second, *_ = sorted((tmp_path / "bucket").rglob("pages/*/*"))
-    first.write_bytes(second.read_bytes())
-    assert len(answer(cli, "verify", url, code=1)["problems"]) == 1
 
 
 def test_gc_plans_and_deletes_only_when_told_to(cli: Cli, url: str, tmp_path: Path) -> None:
@@ -246,9 +206,3 @@ def test_a_refusal_shows_no_secret(
             assert "the credentials are wrong or expired" in refusal
             for secret in (*CREDENTIALS.values(), "token-of-mine", str(proxy.port)):
                 assert secret not in refusal
-
-
-def test_a_bucket_failing_midway_is_one_sentence(cli: Cli, remote: tuple[FaultProxy, str]) -> None:
-    proxy, place = remote
-    proxy.add("get", "/pages/", status(503, "SlowDown"))
-    assert "answered with status 503" in cli("verify", place).refusal

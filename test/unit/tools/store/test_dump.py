@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,46 +168,4 @@ def test_extract_gives_no_damaged_bytes(extract: Extract, shard: Path, output: P
     assert not output.exists()
 
 
-def test_extract_asks_which_of_several_is_meant(cli: Cli, tier: Path, output: Path) -> None:
-    run = make_run(0, SIZES)
-    key = run.keys[0].hex()
-    for name, namespace in (("a", NAMESPACE), ("b", NAMESPACE), ("b", OTHER_NAMESPACE)):
-        keep(open_engine(shard_path(tier, name), namespace=namespace), run)
-
-    def refused(*arguments: object) -> str:
-        refusal = cli("dump", *arguments, "--output", output).refusal
-        return str(refusal)
-
-    several = set("0123456789abcdef") & {page["key"][0] for page in pages(cli, tier)}
-    counts = {d: {p["key"] for p in pages(cli, tier, "--keys", d)} for d in several}
-    digit = next(d for d, keys in counts.items() if len(keys) > 1)
-    assert "keys (" in refused(tier, "--extract", digit)
-    assert "pass one of them as DIR" in refused(tier, "--extract", key)
-    assert "pass --namespace" in refused(tier / "shard-b", "--extract", key)
-    assert "lists what is stored" in refused(tier, "--extract", "0" * 64)
-    arguments = ("--extract", key, "--namespace", "22", "--output", output)
-    assert cli("dump", tier / "shard-b", *arguments).code == 0
-    assert output.read_bytes() == b"".join(run.pages[0])
-
-
-WRONG = ["--extract ab", "--output x", "--extract ab --output x --json", "--keys xyz"]
 WRONG += [f"--keys {'0' * 65}", "--region -1", "--jobs 0"]
-
-
-@pytest.mark.parametrize("flags", WRONG)
-def test_flags_that_make_no_sense_are_one_sentence(cli: Cli, tier: Path, flags: str) -> None:
-    assert cli("dump", tier, *flags.split()).refusal
-
-
-def test_a_reader_that_stops_reading_is_no_error(tier: Path, shard: Path) -> None:
-    keep(open_engine(shard, region_bytes=8 << 20), make_run(5, [4096] * 1500))
-    command = [sys.executable, "-m", "sglang_tiered.tools.store.cli", "dump", os.fspath(tier)]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with process.stdout, process.stderr:
-        assert process.stdout.readline().startswith(b"shard region")
-        process.stdout.close()
-        err = process.stderr.read()
-    assert (process.wait(30), err) == (0, b"")

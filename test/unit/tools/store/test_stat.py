@@ -5,21 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kit.commands import Cli
-from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run, make_soft_run, soft_encoding
+from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run
 from kit.stores import REGION, SIZES, flip, keep, keep_again, open_engine, plant_region, store
-from sglang_tiered.storage.base import NO_TENANT, Erasure
+from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import erase_log
 from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.directory import STORE_VERSION, shard_path
-from sglang_tiered.storage.region.erase_log import Bound, Erased
 from sglang_tiered.storage.region.files import CHECKPOINT_NAME, ERASED_NAME, MANIFEST_NAME
 from sglang_tiered.storage.region.format import FORMAT_VERSION, region_name
 from sglang_tiered.storage.region.notes import PageSize, add_page_size
@@ -51,28 +48,6 @@ def test_the_figures_are_those_of_the_store(cli: Cli, tier: Path, shard: Path) -
     assert report["shards"][0]["checkpoint"] == {"present": True, "valid": True, "num_regions": 4}
 
 
-def test_the_table_for_people_says_the_same(cli: Cli, tier: Path) -> None:
-    outcome = cli("stat", tier)
-    assert outcome.code == 0
-    first, *_ = outcome.out.splitlines()
-    assert f"tier directory, format {STORE_VERSION}, not in use" in first
-    for text in ("97.52KiB", "192KiB", "50.8%", "11" * 8, "3 regions"):
-        assert text in outcome.out, text
-    assert "\x1b" not in outcome.out
-    assert not [line for line in outcome.out.splitlines() if line != line.rstrip()]
-
-
-def test_a_shard_and_a_link_are_taken(
-    cli: Cli, tier: Path, shard: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, report = stat(cli, shard)
-    assert (code, report["kind"], report["total"]["pages"]) == (0, "shard", 9)
-    (tmp_path / "link").symlink_to(tier)
-    assert stat(cli, tmp_path / "link")[1]["total"]["pages"] == 9
-    monkeypatch.chdir(shard)
-    assert stat(cli, Path("."))[1]["shards"][0]["name"] == shard.name
-
-
 def test_ranks_of_a_replica_hold_the_same_tokens(cli: Cli, tier: Path) -> None:
     for name, seed in (("tp0of2", 0), ("tp1of2", 0), ("tp0of2", 4)):
         engine = open_engine(shard_path(tier, f"{name}-pp0of1-dp0-{seed // 4}"))
@@ -84,45 +59,6 @@ def test_ranks_of_a_replica_hold_the_same_tokens(cli: Cli, tier: Path) -> None:
     assert report["total"]["tokens"] == 256
     assert report["total"]["namespaces"][0]["tokens"] == 256
     assert "256" in cli("stat", tier).out
-
-
-def test_only_tokens_that_can_be_hit_count(cli: Cli, tier: Path, shard: Path) -> None:
-    engine = open_engine(shard)
-    add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288, 1, (12_000, 9_000)))
-    assert stat(cli, tier)[1]["total"]["tokens"] == 3 * 64
-    assert engine.erase(Erasure.of(make_run(1, [12_288]).keys)).result(20.0)
-    keep_again(engine, 0)
-    assert stat(cli, tier)[1]["total"]["tokens"] == 2 * 64
-
-
-def test_lengths_tell_what_a_codec_saved(cli: Cli, tier: Path) -> None:
-    """Pages of one pool that are shorter than they were are encoded: none of them is read."""
-    shard = shard_path(tier, "tp0of1-pp0of1-dp0-1")
-    engine = open_engine(shard, encoding=soft_encoding())
-    run = make_soft_run(4, [12_288] * 2)
-    store(engine, run)
-    payload = engine.stats().stored_bytes
-    engine.close()
-    flip(shard / region_name(0), 8192)
-    engine = open_engine(shard)
-    for others, tokens in (((), 128), ((9_000,), None), (None, None)):
-        add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288, 1, others))
-        code, report = stat(cli, shard)
-        (entry,) = report["total"]["namespaces"]
-        assert (code, entry["tokens"], entry["payload_bytes"]) == (0, tokens, payload)
-        assert entry["page_bytes"] == (tokens and run.num_bytes)
-        ratio = "-" if tokens is None else f"{run.num_bytes / payload:.2f}"
-        assert cli("stat", shard).out.splitlines()[-1].split()[-1] == ratio
-    assert stat(cli, tier)[1]["total"]["namespaces"][0]["page_bytes"] is None, "of both shards"
-
-
-def test_pages_of_other_pools_have_no_tokens(cli: Cli, tier: Path, shard: Path) -> None:
-    engine = open_engine(shard)
-    for others, tokens in (((9_000, 12_000), 192), ((12_000,), None)):
-        add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288, 1, others))
-        (entry,) = stat(cli, tier)[1]["total"]["namespaces"]
-        assert entry["tokens"] == tokens
-        assert entry["page_bytes"] == (tokens and 3 * PAYLOAD)
 
 
 def test_several_shards_are_added_up(cli: Cli, tier: Path, shard: Path) -> None:
@@ -196,26 +132,6 @@ def test_a_region_that_vanishes_is_not_missed(
     code, report = stat(cli, tier)
     assert (code, report["shards"][0]["regions_gone_meanwhile"]) == (0, 1)
     assert report["total"]["regions"]["all"] == 3
-
-
-@pytest.mark.parametrize("plant", [os.mkfifo, Path.mkdir, Path.touch])
-def test_a_shard_not_a_directory_is_left_alone(
-    cli: Cli, tier: Path, plant: Callable[[Path], object]
-) -> None:
-    plant(tier / "shard-odd")
-    (tier / "shard-link").symlink_to(tier)
-    code, report = stat(cli, tier)
-    assert (code, report["total"]["pages"]) == (0, 9)
-    assert "'shard-link' is not a directory" in report["notes"][0]
-
-
-def test_purged_pages_are_counted_apart(cli: Cli, tier: Path, shard: Path) -> None:
-    bound = Bound(1, 3 * 4096)  # behind all of region 0 and within region 1
-    (shard / ERASED_NAME).write_bytes(erase_log.pack(Erased({NO_TENANT: bound, b"a" * 16: bound})))
-    _, report = stat(cli, tier)
-    assert report["total"]["purged_pages"] == 6
-    tenant = {"tenant": "00" * 16, "pages": 9, "payload_bytes": 3 * sum(SIZES)}
-    assert report["total"]["tenants"] == [tenant]
 
 
 def test_forgotten_pages_and_pins_are_known(cli: Cli, tier: Path, shard: Path) -> None:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kit.commands import Cli
 from kit.runs import make_run
 from kit.stores import REGION, SIZES, flip, open_engine, store
 from sglang_tiered.storage.base import Erasure
-from sglang_tiered.storage.region import erase_log, sync_worker
+from sglang_tiered.storage.region import sync_worker
 from sglang_tiered.storage.region.device import FileReader
-from sglang_tiered.storage.region.files import CHECKPOINT_NAME, ERASED_NAME, PIN_PREFIX
+from sglang_tiered.storage.region.files import ERASED_NAME, PIN_PREFIX
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     Contents,
@@ -35,8 +32,6 @@ from sglang_tiered.storage.region.format import (
     unpack_region_header,
 )
 from sglang_tiered.storage.region.pins import PinRefusal
-from sglang_tiered.storage.region.walk import Problem
-from sglang_tiered.tools.store.scan import ScannedRegion
 
 FIRST = region_name(0)
 Forge = Callable[[bytearray, RegionHeader], None]
@@ -235,24 +230,6 @@ def test_what_a_start_would_drop_is_damage(cli: Cli, tier: Path, shard: Path, fi
     assert file != PIN_PREFIX or not engine.pins(), "that is what a start does"
 
 
-def test_a_large_erase_log_is_no_damage(cli: Cli, tier: Path, shard: Path) -> None:
-    keys = np.zeros(1_400_000, erase_log._KEYS)
-    keys["key"] = np.arange(len(keys)).astype("S32")
-    (shard / ERASED_NAME).write_bytes(erase_log.pack(erase_log.Erased(parts=[keys])))
-    assert (shard / ERASED_NAME).stat().st_size > 64 << 20
-    assert verify(cli, tier)[0] == 0
-
-
-def test_a_damaged_checkpoint_is_a_note(cli: Cli, tier: Path, shard: Path) -> None:
-    flip(shard / CHECKPOINT_NAME, 10)
-    code, report = verify(cli, tier)
-    assert code == 0
-    assert any("checkpoint does not verify" in note for note in report["notes"])
-    (shard / CHECKPOINT_NAME).unlink()
-    code, report = verify(cli, tier)
-    assert (code, report["notes"]) == (0, [])
-
-
 @pytest.fixture
 def crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, int]:
     """A shard as a crash leaves it, one region open with three extents; and how far it was synced:
@@ -307,46 +284,6 @@ def test_a_running_servers_open_region_is_no_damage(cli: Cli, tier: Path, shard:
     assert (code, problems(report)) == (1, [(region_name(7), "header")])
 
 
-def test_a_store_reclaimed_all_the_time_is_fine(cli: Cli, tier: Path, shard: Path) -> None:
-    engine = open_engine(shard)  # holds 32 regions: every run beyond takes one away
-    stop = threading.Event()
-
-    def write() -> None:
-        for seed in itertools.count(100):
-            if stop.is_set():
-                return
-            assert engine.submit_store(make_run(seed, [9000] * 5)).wait(20.0)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        found = [verify(cli, tier) for _ in range(12)]
-    finally:
-        stop.set()
-        writer.join(20.0)
-    assert not writer.is_alive()
-    assert [(code, problems(report)) for code, report in found] == [(0, [])] * 12
-    engine.check_integrity()
-
-
-def test_pages_right_at_second_look_are_undamaged(
-    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_engine(shard)
-    read_all = ScannedRegion.scan
-    looks: list[str] = []
-
-    def look(view: ScannedRegion, *arguments: Any, **options: Any) -> None:
-        read_all(view, *arguments, **options)
-        looks.append(view.name)
-        if view.name == FIRST and looks.count(FIRST) == 1:
-            view.problems.append(Problem("footer", 0, 0, "is being written"))
-
-    monkeypatch.setattr(ScannedRegion, "scan", look)
-    assert verify(cli, tier)[0] == 0
-    assert looks.count(FIRST) == 2
-
-
 @pytest.mark.parametrize("when", ["before", "while"])
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_region_reclaimed_meanwhile_is_no_damage(
@@ -385,54 +322,3 @@ def test_a_bad_sector_costs_only_its_pages(
     code, report = verify(cli, tier)
     assert code == 1
     assert [(p["part"], p["offset"]) for p in report["shards"][0]["problems"]] == [("page", bad)]
-
-
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EMFILE])
-def test_a_region_we_may_not_open_is_reported(
-    cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    original = FileReader.open
-
-    def fail(self: FileReader, name: str) -> int:
-        if name == FIRST:
-            raise OSError(code, os.strerror(code), name)
-        return original(self, name)
-
-    monkeypatch.setattr(FileReader, "open", fail)
-    if code == errno.EMFILE:  # too many open files are no damage
-        assert os.strerror(code) in cli("verify", tier).refusal
-    else:
-        outcome, report = verify(cli, tier)
-        assert outcome == 1
-        assert os.strerror(code) in report["shards"][0]["problems"][0]["problem"]
-
-
-def test_without_direct_io_all_is_found_as_well(
-    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dropped = []
-    monkeypatch.setattr("sglang_tiered.storage.region.device._DIRECT", 0)
-    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments[3]))
-    assert verify(cli, tier)[0] == 0
-    assert set(dropped) == {os.POSIX_FADV_DONTNEED}
-    flip(shard / FIRST, 9000)
-    assert verify(cli, tier)[0] == 1
-
-
-def test_one_region_by_number_or_name(cli: Cli, tier: Path, shard: Path) -> None:
-    flip(shard / region_name(1), 9000)
-    for region, expected in (("0", 0), ("1", 1), ("0x1", 1), (region_name(1), 1)):
-        code, report = verify(cli, tier, "--region", region)
-        assert (code, report["total"]["regions"]) == (expected, 1)
-    assert (
-        f"--region 17 ({region_name(17)}) is not in"
-        in cli("verify", tier, "--region", "17").refusal
-    )
-
-
-def test_the_bar_shows_on_stderr_when_told_to(cli: Cli, tier: Path) -> None:
-    assert cli("verify", tier).err == ""
-    outcome = cli("verify", tier, "--json", "--progress")
-    assert "verifying" in outcome.err
-    assert json.loads(outcome.out)["ok"]
-    assert cli("verify", tier, "--no-progress").err == ""
