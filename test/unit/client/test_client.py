@@ -263,14 +263,6 @@ def test_proxy_is_not_asked_for_this_machine(
     assert len(server.asked) == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_proxy_without_its_package_is_one_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_proxy(monkeypatch, "ALL_PROXY")
-    monkeypatch.setitem(sys.modules, "socksio", None)  # where it is installed
-    with pytest.raises(RequestError, match="no client for http://192.0.2.1:1 with these settings"):
-        call(kind, "http://192.0.2.1:1", "checkpoint", rid="r")
-
-
 def set_proxy(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     for name in ("http_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -342,21 +334,6 @@ def test_tokens_of_any_sequence_are_sent(server: RecordedServer, ids: Any) -> No
 def test_unusable_settings_are_told(make: Any, url: Any, api_key: Any, sentence: str) -> None:
     with pytest.raises(RequestError, match=sentence):
         make(url, api_key=api_key)
-
-
-def test_closed_client_says_so(server: RecordedServer) -> None:
-    with TierClient(server.url) as client:
-        pass
-    with pytest.raises(RequestError, match=f"this client of {server.url}/? is closed; make"):
-        client.costs()
-
-    async def run() -> None:
-        async with AsyncTierClient(server.url) as made:
-            pass
-        await made.costs()
-
-    with pytest.raises(RequestError, match="is closed; make another"):
-        asyncio.run(run())
 
 
 def test_client_imports_neither_torch_nor_sglang() -> None:

@@ -13,12 +13,9 @@ from typing import Any
 import pytest
 
 from kit.serving import Quiet, serving
-from server_process import free_port
 from sglang_tiered.client import AsyncTierClient, Generated, RequestError, TierClient
 from sglang_tiered.client.generation import (
-    MAX_PAUSE_S,
     MAX_RESUMED,
-    MIN_PAUSE_S,
     Answer,
     BrokenStreamError,
 )
@@ -152,13 +149,6 @@ def test_broken_answers_are_those_of_one_server(
     assert last.num_computed_again == (6 - 1 - 4) + (7 - 1 - 4), "of 12 it had all"
 
 
-def test_death_before_a_token_is_no_resumption(server: Generator) -> None:
-    server.lives += [0, (502, {}), None]
-    pieces = generate("sync", server.url, {**GREEDY, "stop": ["x"]})
-    assert ids_of(pieces) == following(PROMPT, 12)
-    assert pieces[-1].num_resumed == 0 and pieces[-1].num_computed_again == 0
-
-
 @pytest.mark.parametrize(
     ("sampling", "is_seeded", "is_exact"),
     [
@@ -232,12 +222,6 @@ def test_nobody_there_ends_in_time(server: Generator, kind: str) -> None:
         generate(kind, server.url, GREEDY, resume_s=0.3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_absent_server_is_told_at_once(kind: str) -> None:
-    with pytest.raises(RequestError, match="cannot be reached"):
-        generate(kind, f"http://127.0.0.1:{free_port()}", GREEDY)
-
-
 @pytest.fixture
 def answer() -> Answer:
     return Answer(PROMPT, GREEDY, is_seeded=False, resume_s=60, clock=lambda: 0.0)
@@ -260,13 +244,6 @@ def test_an_answer_that_kills_servers_ends(answer: Answer) -> None:
             answer.resume(ENDED, "it ended")
     with pytest.raises(RequestError, match="broke after 17 tokens .* the 17th time"):
         answer.resume(ENDED, "it ended")
-
-
-def test_pauses_grow_until_tokens_come() -> None:
-    answer = Answer(PROMPT, GREEDY, is_seeded=False, resume_s=60, clock=lambda: 0.0)
-    pauses = [answer.resume(BrokenStreamError("it ended"), "it ended") for _ in range(8)]
-    assert all(0.8 * MIN_PAUSE_S <= pause <= 1.2 * MAX_PAUSE_S for pause in pauses)
-    assert pauses[0] <= 1.2 * MIN_PAUSE_S and min(pauses[5:]) >= 0.8 * MAX_PAUSE_S
 
 
 def test_missing_tokens_are_no_answer() -> None:
