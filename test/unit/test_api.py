@@ -136,9 +136,3 @@ def test_a_list_has_a_bound(call: Any) -> None:
     for limit in ("-1", "", "x", "true", "\u0663", "0", "1001", "9" * 5000):
         with pytest.raises(CallError, match="limit '.* is refused.*; pass how many at most"):
             decode(call, {"limit": limit}, is_query=True)
-
-
-def test_fields_have_a_meaning_to_be_told() -> None:
-    for call in api.CALLS:
-        schema = msgspec.json.schema(call)["$defs"][call.__name__]
-        assert all("description" in field for field in schema["properties"].values()), call

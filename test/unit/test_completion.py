@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import io
 import shlex
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,13 +71,6 @@ def test_bash_offers_commands_flags_and_choices(
     assert offered(scripts["bash"], *words) == wanted
 
 
-def test_bash_offers_directories_for_a_directory(scripts: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "kv-of-nvme").mkdir()
-    (tmp_path / "kv-file").touch()
-    offers = offered(scripts["bash"], "serve", "--tier-dir", "kv", folder=tmp_path)
-    assert [name.rstrip("/") for name in offers] == ["kv-of-nvme"]
-
-
 def flags(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -94,9 +86,3 @@ def test_no_flag_of_any_command_is_missing(scripts: dict[str, Path], name: str, 
     parser = importlib.import_module(COMMANDS[name].module).make_parser()
     script = scripts[shell].read_text(encoding="utf-8")
     assert not [flag for flag in flags(parser) if flag not in script]
-
-
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
-def test_zsh_parses_its_script(scripts: dict[str, Path]) -> None:
-    ended = ran("zsh", "-f", "-n", scripts["zsh"])
-    assert (ended.returncode, ended.stderr) == (0, "")

@@ -51,17 +51,6 @@ def test_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         RequestLogConfig(path=str(path)).check()
 
 
-def test_replicas_share_no_file(tmp_path: Path) -> None:
-    config = RequestLogConfig(path=str(tmp_path / "log"), num_replicas=2)
-    assert [config.file_of(number).name for number in range(2)] == ["log.replica0", "log.replica1"]
-    assert RequestLogConfig(path=str(tmp_path / "log")).file_of(0).name == "log"
-
-
-def test_tiny_files_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tier-log-requests-bytes 1000 must be at least 1MiB"):
-        RequestLogConfig(path="/log", max_bytes=1000)
-
-
 def test_file_that_cannot_be_renamed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,20 +137,6 @@ def test_a_guarded_server_wants_its_key(
     assert look(server, capsys) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "sentence"),
-    [
-        ([f"http://127.0.0.1:{free_port()}"], 1, "nothing answers yet"),
-        (["localhost:30000"], 2, "localhost:30000 is no address; pass http://HOST:PORT."),
-    ],
-)
-def test_an_address_that_does_not_answer_is_told(
-    arguments: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tiers_ready.main(arguments) == code
-    assert sentence in capsys.readouterr().out
-
-
 def test_proxy_of_the_environment_is_not_asked(
     server: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
