@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.runs import OTHER_NAMESPACE, blank, make_run, make_soft_run, page_data, soft_encoding
+from kit.runs import OTHER_NAMESPACE, blank, make_soft_run, page_data, soft_encoding
 from kit.tiers import close_whole, load, loads, open_region, store
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.codecs import CodecError, PageLayout
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.encoding import PageEncoding
-from sglang_tiered.storage.region import RegionEngine, encoders
+from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,20 +67,6 @@ def test_a_server_without_a_decoder_misses_them(opens: Open) -> None:
     assert finished(engine.submit_load(target)) == [Reason.MISS] * 2
     assert page_data(target) == page_data(blank(run)), "buffers of a miss are untouched"
     loads(opens(soft_encoding()), run)
-
-
-def test_a_page_of_another_length_stays_a_miss(opens: Open) -> None:
-    """And is not dropped for it: it was not damaged."""
-    engine = opens(soft_encoding())
-    soft, hard = make_soft_run(6, [16_384]), make_run(7, [4096])
-    for run in (soft, hard):
-        store(engine, run)
-    for key, num_bytes in ((soft.keys[0], 17_000), (soft.keys[0], 1000), (hard.keys[0], 5000)):
-        other = Run((key,), ((memoryview(bytearray(b"\xa5" * num_bytes)),),))
-        assert finished(engine.submit_load(other)) == [Reason.MISS]
-        assert bytes(other.pages[0][0]) == b"\xa5" * num_bytes
-    for run in (soft, hard):
-        loads(engine, run)
 
 
 def test_damage_of_encoded_bytes_reaches_no_codec(
@@ -185,27 +170,6 @@ def test_pages_are_left_before_a_store_fails(opens: Open, monkeypatch: pytest.Mo
     threading.Thread(target=lambda: (finished(job), job_ended.set()), daemon=True).start()
     assert finished(job) == [Reason.OK] * 2
     assert seen == [False]
-
-
-@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory")], ids=repr)
-def test_what_cannot_be_encoded_is_stored_plain(
-    opens: Open, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    """And neither is the next store dropped, nor does the disk count as sick."""
-
-    def fail(num_bytes: int) -> memoryview:
-        raise error
-
-    engine = opens(soft_encoding())
-    runs = [make_soft_run(22, [16_384] * 2), make_soft_run(23, [16_384] * 2)]
-    with monkeypatch.context() as patched:
-        patched.setattr(encoders, "aligned_buffer", fail)
-        for job in [engine.submit_store(run) for run in runs]:
-            assert finished(job) == [Reason.OK] * 2
-    assert engine.stats().stored_bytes == sum(run.num_bytes for run in runs)
-    store(engine, make_soft_run(24, [16_384]))
-    for run in runs:
-        loads(engine, run)
 
 
 def test_no_encoder_outlives_its_store(opens: Open) -> None:

@@ -89,11 +89,3 @@ def test_a_full_store_keeps_the_codec_on() -> None:
     for is_full in (True, False):
         assert (encoding.encode(page, is_full=is_full) is not page) == is_full
         assert encoding.stats().is_on == is_full
-
-
-@pytest.mark.parametrize(("io_bytes", "is_on"), [(2 * MiB, True), (MiB // 16, False)])
-def test_short_reads_count_as_saving_nothing(io_bytes: int, is_on: bool) -> None:
-    """They take as long whatever their length, a bucket's above all."""
-    paced = Paced(Tier.NVME)
-    paced.move(200, **SLOW_DISK, io_bytes=io_bytes)
-    assert paced.encoding.stats().is_on == is_on

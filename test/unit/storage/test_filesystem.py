@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -50,19 +49,6 @@ def test_tiers_work_without_syncs_of_names(
         with pytest.raises(OSError, match="Input/output"):
             directory.write("a/b/one", b"x")
     assert caplog.text.count("cannot make names durable") == 2 * works
-
-
-def test_a_filesystem_without_modes_takes_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "fchmod", refuse)
-    assert prepare(tmp_path) is DirectoryState.EMPTY
-    engine = open_region(tmp_path / "shard-x")
-    store(engine, make_run(1, [5000] * 3))
-    engine.close()
 
 
 def test_a_file_is_replaced_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

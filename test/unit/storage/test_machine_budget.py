@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from collections.abc import Callable
@@ -195,25 +194,6 @@ def test_what_pins_kept_is_asked_again(tmp_path: Path) -> None:
     assert record_of(b, a).keeps_bytes == 0
 
 
-def test_a_shard_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    b = joined(tmp_path, "b")
-    a = dead(tmp_path, "a")
-    listdir = os.listdir
-
-    def failing(path: Path | int = -1) -> list[str]:
-        if path == tmp_path / "a":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return listdir(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "listdir", failing)
-        found = record_of(b, a)
-        assert not found.is_live
-        assert found.keeps_bytes == found.cap_bytes == 700, "it may take all that it had"
-        joined(tmp_path, "c")
-    assert record_of(b, a).keeps_bytes == 0, "it can be read again"
-
-
 def test_a_directory_of_everybody_is_refused(tmp_path: Path) -> None:
     (tmp_path / "budget").mkdir()
     (tmp_path / "budget").chmod(0o777)
@@ -241,14 +221,3 @@ def test_a_record_of_no_store_is_dropped(tmp_path: Path, field: str) -> None:
     (tmp_path / "budget" / "TABLE-1").write_bytes(seal((TOTAL, {name: record})))
     with b.table() as table:
         assert name not in table.records
-
-
-def test_floors_of_its_own_other_ranks_refuse_nothing(tmp_path: Path) -> None:
-    """They go with their shards: a server that comes again with more ranks takes their place."""
-    for name in ("mine", "other"):
-        (tmp_path / name).mkdir()
-    joined(tmp_path, "other/tp0of1", floor=500)
-    joined(tmp_path, "mine/tp0of1", floor=500).leave()
-    joined(tmp_path, "mine/tp0of2", floor=250)
-    with pytest.raises(ConfigError, match="--tier-nvme-floor 501 does not fit"):
-        member(tmp_path, "mine/tp1of2", floor=501).join()

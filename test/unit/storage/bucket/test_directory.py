@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
-from sglang_tiered.storage.bucket.directory import STAGED, Directory
+from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.requests import BucketError, Requests
 
 Read = Callable[[int, Sequence[Any], int, int], int]
@@ -112,69 +111,6 @@ def test_no_read_that_waits_fills_the_callers_pages(
     again = blank(run)
     assert finished(engine.submit_load(again, deadline_s=TIMEOUT_S)) == [Reason.OK] * run.num_pages
     assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
-
-
-def test_a_file_of_tomorrow_hides_no_later_page(make_engine: Any, tmp_path: Path) -> None:
-    """As one that was restored or touched: others list from the newest time on."""
-    engine, run = stored(make_engine, tmp_path)
-    tomorrow = time.time() + 86_400.0
-    os.utime(object_of(tmp_path, run.keys[0]), (tomorrow, tomorrow))
-    reader = make_engine(url=tmp_path.as_uri())
-    assert reader.refresh(TIMEOUT_S)
-    later = make_run(2, [100])
-    assert finished(engine.submit_store(later)) == [Reason.OK]
-    assert reader.refresh(TIMEOUT_S)
-    assert reader.contains(later.keys) == [True]
-
-
-def test_a_folder_removed_meanwhile_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a server that deleted the last page in it. Others may read what is there."""
-    folder, removed = Directory(tmp_path), [True]
-    make = os.mkdir
-
-    def then_remove(path: Any, *arguments: Any, **named: Any) -> None:
-        make(path, *arguments, **named)
-        if removed and path == "1":
-            removed.pop()
-            os.rmdir(path, **named)
-
-    monkeypatch.setattr(os, "mkdir", then_remove)
-    before = os.umask(0o027)
-    try:
-        folder.write("v2/n/pages/1/a", b"12")
-    finally:
-        os.umask(before)
-    assert not removed
-    file = tmp_path / "v2/n/pages/1/a"
-    assert file.read_bytes() == b"12"
-    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o640, 0o750)
-    for data in (b"12", b"34"):
-        folder.write("v2/n/pages/1/a", data)
-        assert folder.read("v2/n/pages/1/a", 9) == data
-        Directory(tmp_path).remove("v2/n/pages/1/a")
-        with pytest.raises(FileNotFoundError):
-            folder.read("v2/n/pages/1/a", 9)
-
-
-def test_a_listing_is_in_order_from_any_path(tmp_path: Path) -> None:
-    folder = Directory(tmp_path)
-    names = sorted(f"v2/n/pages/{hour}/{second:04d}-x" for hour in range(3) for second in range(9))
-    for name in reversed(names):
-        folder.write(name, b"12")
-    listed = [each for chunk in folder.listing("v2/n/pages", None) for each in chunk]
-    assert [each.path for each in listed] == names
-    assert {each.size for each in listed} == {2}
-    for at in range(len(names)):
-        after = [e.path for chunk in folder.listing("v2/n/pages", names[at]) for e in chunk]
-        assert after == names[at + 1 :]
-    assert [e.path for c in folder.listing("v2/n/pages", "v2/n/pages/1/0004") for e in c] == names[
-        13:
-    ]
-    for name in names:
-        folder.remove(name)
-    assert folder.folders("v2/n/pages") == [], "empty folders are left"
 
 
 @pytest.mark.parametrize("kind", ["nothing", "link", "pipe", "folder"])

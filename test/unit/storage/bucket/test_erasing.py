@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from kit.runs import NAMESPACE, make_run, select
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage import base
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
-from sglang_tiered.storage.bucket import BucketEngine, names, state
+from sglang_tiered.storage.bucket import BucketEngine, names
 from sglang_tiered.storage.bucket import erased as records
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.directory import Listed
@@ -112,22 +111,6 @@ def test_what_peers_tell_hides_before_its_record(a: BucketEngine, b: BucketEngin
     assert all(b.contains(RUN.keys))
 
 
-def test_ever_more_erasures_take_no_more_memory(
-    a: BucketEngine, b: BucketEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(state, "_MAX_HEARD", 3)
-    wanted = [Erasure(tenant=bytes([n + 1]) * 16) for n in range(10)]
-    wanted.append(Erasure.of(RUN.keys))
-    for what in wanted:
-        assert is_true(a.erase(what), TIMEOUT_S)
-    assert b.refresh(TIMEOUT_S)
-    for engine in (a, b):
-        assert len(engine._state.heard) == 3
-        store(engine, RUN)
-        engine.erase(replace(wanted[-1], spread=False))
-        assert all(engine.contains(RUN.keys)), "the last is forgotten"
-
-
 def test_a_late_owner_is_told_before_it_stores(
     a: BucketEngine, b: BucketEngine, c: BucketEngine
 ) -> None:
@@ -213,30 +196,6 @@ def merged(engine: BucketEngine, *, after_s: float = 3600.0) -> int:
     return len(listed(engine, records.ERASED))
 
 
-def test_many_forgets_are_few_requests_of_a_start(make_engine: Any) -> None:
-    a, told, run = make_engine(), list[Erasure](), make_run(1, PAGES)
-    store(a, select(run, [0]))
-    forgets = [Erasure.of([bytes([n, n + 1]) * 16]) for n in range(120)]
-    for number, what in enumerate([*forgets, Erasure.of(run.keys[:2]), Erasure(tenant=B)]):
-        a._requests.put(records.record_path(number + 1, what, N), records.record_data(what))
-    assert a.refresh(TIMEOUT_S)
-    store(a, select(run, [1]))
-    assert merged(a) == 2, "all but the last, which gives the next its number"
-    assert a.refresh(TIMEOUT_S, full=True)
-    assert [a.contains(run.keys), merged(a)] == [[False, True, False], 2]
-    b = make_engine()
-    b.report_erased(told.extend)
-    assert b.refresh(TIMEOUT_S)
-    assert b.object_stats().requests["get"] == 1
-    assert b.contains(run.keys) == [False, True, False], "each keeps its number"
-    eventually(lambda: len(told) == 122)
-    assert {what.id for what in forgets} <= {what.id for what in told}, "each keeps its name"
-    assert is_true(b.erase(Erasure.of(run.keys[1:2])), TIMEOUT_S)
-    assert a.refresh(TIMEOUT_S)
-    assert not any(a.contains(run.keys))
-    assert merged(a, after_s=40 * 86_400.0) == 1
-
-
 def test_records_merged_under_a_reader_are_read(a: BucketEngine, b: BucketEngine) -> None:
     """By two servers at once, one of which dies before it removes anything."""
     keys = [bytes([n, n + 1]) * 16 for n in range(100)]
@@ -282,26 +241,6 @@ def test_notes_of_pins_go_with_the_pages(make_engine: Any) -> None:
     assert b.refresh(TIMEOUT_S)
     assert b.pins()[0].name == "p"
     assert b._state.pins.book.wanted(run.keys) == list(run.keys[1:])
-
-
-@pytest.mark.parametrize("case", ["told before", "over", "refused"])
-def test_no_note_outlives_an_erasure_that_is_true(make_engine: Any, case: str) -> None:
-    """Whatever memory says of the pin: a record of another eraser, which died, emptied it there."""
-    now = [time.time()]
-    a, run = make_engine(clocks={"wall_clock": lambda: now[0]}), make_run(1, PAGES)
-    until_s = now[0] + 100 if case == "over" else None
-    assert is_true(a.pin("p", run.keys, A, until_s, b"notes"), TIMEOUT_S)  # type: ignore[arg-type]
-    assert a.refresh(TIMEOUT_S)
-    if case == "told before":
-        lost = Erasure(tenant=A)
-        a._requests.put(records.record_path(1, lost, N), records.record_data(lost))
-    now[0] += 200
-    assert a.refresh(TIMEOUT_S)
-    if case == "refused":
-        before(a, "delete", refuse, "/pins/")
-        assert not is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
-    assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
-    assert not listed(a, a._state.layout.pins)
 
 
 @pytest.mark.parametrize("change", ["unpin", "pin"])

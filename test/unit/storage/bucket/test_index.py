@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from sglang_tiered.storage.bucket.index import BucketIndex
 from sglang_tiered.storage.bucket.names import PageName
 
@@ -57,22 +55,6 @@ def test_bounds_take_the_oldest_but_no_pinned_page() -> None:
         table.check_integrity()
 
 
-@pytest.mark.parametrize(
-    "bounds", [{"max_pages": 100}, {"capacity_bytes": 10_000}, {"max_tenant_bytes": 10_000}]
-)
-def test_more_pages_than_fit_turn_nothing_over(bounds: dict[str, int]) -> None:
-    """Or each full listing of them has the newest go for the oldest, and come back."""
-    table = index(**bounds)
-    newest = list(range(300, 400))
-    for _ in range(3):
-        for number in range(200, 400):
-            table.put(page(number), is_listed=True)
-            if number in newest and table.num_pages_evicted > 100:
-                pytest.fail("what is held was put again")
-        assert held(table, *newest) == newest
-        table.check_integrity()
-
-
 def test_a_sweep_takes_what_no_listing_showed() -> None:
     """Not what was put since it began, in whatever way, nor what an earlier one that failed saw."""
     table = index()
@@ -103,14 +85,6 @@ def test_an_erased_tenant_hides_and_goes_later() -> None:
     assert table.sweep(table.keys()) == table.num_dead == 0
     assert len(table._rows) == 11
     table.check_integrity()
-
-
-def test_what_expired_comes_off_the_end() -> None:
-    table = index()
-    for number in (999, *range(1, 9)):
-        put(table, page(number, unix_s=number % 998), 10)
-    table.expire(5)
-    assert held(table, 999, *range(1, 9)) == [999, 5, 6, 7, 8]
 
 
 def test_random_histories_keep_the_books() -> None:

@@ -120,17 +120,6 @@ def test_the_same_requests_everywhere(
     assert client.troubles == {}
 
 
-def test_a_missing_bucket_is_not_a_missing_object(bucket: Any) -> None:
-    client = opened("s3://no-such-bucket")
-    for found in (
-        failure(client.get, "v1/x", 1),
-        failure(lambda: list(client.listing("v1"))),
-        failure(client.put, "v1/x", b"1"),
-    ):
-        assert found.failure is Failure.DENIED
-        assert "no such bucket" in found.clause
-
-
 def test_plain_http_only_where_the_endpoint_says_so(
     server: str, environment: pytest.MonkeyPatch
 ) -> None:

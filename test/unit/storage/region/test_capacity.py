@@ -139,15 +139,6 @@ def test_an_erasure_amid_a_shrink_is_durable(opens: Open) -> None:
     assert held(again, runs[8:10]) == [0, 1]
 
 
-def test_a_tenants_share_is_of_today(opens: Open) -> None:
-    engine = opens(max_tenant_bytes=CAPACITY // 2)
-    fill(engine, range(4), A)
-    shrink(engine, 4)
-    fill(engine, range(10, 16), A)
-    (usage,) = [each for each in engine.tenants(9) if each.tenant == A]
-    assert usage.physical_bytes <= 2 * REGION
-
-
 @pytest.fixture
 def device(tmp_path: Path) -> FaultyDevice:
     return FaultyDevice(FileDevice(tmp_path))

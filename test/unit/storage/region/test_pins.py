@@ -110,22 +110,6 @@ def test_pages_beyond_todays_regions_stop_no_reclaim(tmp_path: Path, is_pinned: 
     close_whole(engine)
 
 
-def test_a_pin_beyond_the_bound_says_the_numbers(tmp_path: Path) -> None:
-    engine = open_engine(tmp_path / "s", pin_share=0.25)
-    first, second = make_run(1, [PAGE] * 60), make_run(2, [PAGE] * 60)
-    store(engine, first, second)
-    pin(engine, "first", first.keys)
-    refusal = refused(engine, "second", second.keys)
-    assert refusal[:3] == (60 * PAGE, 60 * PAGE, 6 * REGION // 4)
-    assert f"{60 * PAGE} bytes cannot be pinned beside {60 * PAGE}" in refusal.why
-    assert [info.name for info in engine.pins()] == ["first"]
-    pin(engine, "first", second.keys)  # in the place of the other
-    refusal = refused(engine, "first", (*first.keys, *second.keys))
-    assert refusal[:3] == (60 * PAGE, 60 * PAGE, 6 * REGION // 4)
-    assert [info.num_pages for info in engine.pins()] == [60], "a refusal changes nothing"
-    close_whole(engine)
-
-
 def test_too_many_pins_and_keys_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from kit.runs import OTHER_NAMESPACE, blank, make_run, of, page_data, select
 from kit.tiers import load, loads, store
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import Erasure, Health, Job, LookupResult, Reason, Run, Stop, Tier
+from sglang_tiered.storage.base import Erasure, Job, LookupResult, Reason, Run, Stop, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.stack import TierStack
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, Span
@@ -64,12 +64,6 @@ def test_what_one_remote_tier_fails_the_other_serves(
     assert [three.remote_stats(tier).num_promoted for tier in order] == [1, 2]
 
 
-def test_no_other_tier_is_tried_after_the_deadline(tiers: Any, full: TierStack) -> None:
-    tiers.peers.failing = dict.fromkeys(KEYS, MISS)
-    assert load(full, RUN, deadline_s=0.0) == [MISS] * 4
-    assert tiers.bucket.asked == []
-
-
 def test_without_a_bucket_only_demotion_is_missing(tiers: Any) -> None:
     engine = tiers.open(peers=True, bucket=False)
     store(engine, select(RUN, [0, 1]))
@@ -97,17 +91,6 @@ def test_a_purge_is_propagated_unless_it_is_remote(
     assert tiers.bucket.stats().num_pages == 4, "it purged the bucket again"
     assert is_true(full.erase(Erasure(keys, tenant)), TIMEOUT_S)
     assert tiers.peers.stats().num_pages == tiers.bucket.stats().num_pages == 4 - len(gone)
-
-
-def test_sick_peers_and_bucket_leave_each_other_serving(tiers: Any, full: TierStack) -> None:
-    for sick, well in ((tiers.peers, Tier.OBJECT), (tiers.bucket, Tier.PEER)):
-        sick.sick = True
-        assert full.lookup_spans(KEYS) == [Span(well, 4)]
-        assert load(full, RUN) == [OK] * 4
-        sick.sick = False
-    tiers.peers.sick = tiers.bucket.sick = True
-    assert full.lookup_spans(KEYS) == []
-    assert full.stats().health is Health.RUNNING, "NVMe still serves"
 
 
 def raising(*_: Any, **__: Any) -> Any:

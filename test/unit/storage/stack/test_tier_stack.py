@@ -15,7 +15,6 @@ from kit.tiers import load, loads, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, JobKind, Reason, Tier
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack, promotion
 from sglang_tiered.storage.stack.tiers import StackSettings
 
@@ -69,13 +68,6 @@ def test_promoted_pages_are_kept_under_their_tenant(engine: TierStack, tiers: An
     tiers.until(num_promoted=4)
     assert [usage.tenant for usage in engine.nvme.tenants(9)] == [TENANT]
     loads(engine.nvme, run)
-
-
-def test_pages_of_an_unknown_tenant_are_not_promoted(engine: TierStack, tiers: Any) -> None:
-    run = make_run(1, PAGES)
-    store(tiers.bucket, of(TENANT, run))
-    loads(engine, run)
-    assert engine.nvme.view.contains(run.keys) == [False] * 4
 
 
 @pytest.mark.parametrize(
@@ -401,32 +393,7 @@ def test_flush_to_an_unreachable_tier_ends_in_time(engine: TierStack, tiers: Any
     assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
 
 
-def test_flush_outlasts_a_pause_of_nvme(still: TierStack) -> None:
-    run = make_run(1, PAGES)
-    store(still, run)
-    assert isinstance(still.nvme, RegionEngine)
-    still.nvme._health.fault("a test")  # for a second
-    assert still.nvme.health is not Health.RUNNING
-    assert still.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
-
-
 # ---- Closing and erasing ----
-
-
-def test_nvme_is_closed_whatever_its_bucket_does(
-    engine: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(1, PAGES)
-    store(engine, run)
-
-    def close() -> None:
-        raise OSError("the bucket does not answer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tiers.bucket, "close", close)
-        with pytest.raises(OSError, match="does not answer"):
-            engine.close()
-    assert tiers.open().lookup(run.keys).num_hits == 4
 
 
 def test_jobs_end_when_their_engine_is_closed(engine: TierStack, tiers: Any) -> None:

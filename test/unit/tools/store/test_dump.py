@@ -166,6 +166,3 @@ def test_extract_gives_no_damaged_bytes(extract: Extract, shard: Path, output: P
     assert outcome.code == 1
     assert "does not match its checksum; nothing was written" in outcome.err
     assert not output.exists()
-
-
-WRONG += [f"--keys {'0' * 65}", "--region -1", "--jobs 0"]
