@@ -28,8 +28,6 @@ def test_file_is_for_its_owner_alone(tmp_path: Path) -> None:
         (lambda path: path.mkdir(), "log", "Is a directory"),
         (lambda path: path.symlink_to(path.parent / "elsewhere"), "log", "it is a symbolic link"),
         (os.mkfifo, "log", "it is no ordinary file"),
-        (lambda path: path.with_name("log.1").mkdir(), "log", "Is a directory"),
-        (lambda path: None, "absent/log", "No such file or directory"),
     ],
 )
 def test_what_is_no_file_is_refused(

@@ -175,28 +175,6 @@ def test_latent_page_is_quantized(name: str, order: str) -> None:
     assert (back - values).abs().max() < 0.2
 
 
-@pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
-@pytest.mark.parametrize(
-    ("layout", "reason"),
-    [
-        (PageLayout.unknown(), "this one holds uint8"),
-        (PageLayout.unknown("bfloat16"), "layout, and that of this one is not known;"),
-        (
-            PageLayout.kv(
-                dtype="float8_e4m3fn", num_layers=1, page_size=64, num_heads=1, head_dim=64
-            ),
-            "this one holds float8_e4m3fn",
-        ),
-    ],
-    ids=["bytes", "unknown", "fp8"],
-)
-def test_lossy_codec_refuses_layout_it_cannot_read(
-    name: str, layout: PageLayout, reason: str
-) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        make_codec(name, layout)
-
-
 def test_unknown_codec_is_refused_at_once() -> None:
     for name in ("gzip", "none", ""):
         with pytest.raises(ConfigError, match="codec"):

@@ -14,19 +14,6 @@ from sglang_tiered.sharing.sync import PeerDiscovery
 
 
 @pytest.mark.parametrize(
-    ("text", "targets"),
-    [
-        ("192.0.2.5:31000", [Target("192.0.2.5", 31000)]),
-        ("dns://kv.prod.svc:31000", [Target("kv.prod.svc", 31000)]),
-        ("a:1, b:2,a:1,", [Target("a", 1), Target("b", 2)]),
-        ("[2001:db8::1]:9", [Target("2001:db8::1", 9)]),
-    ],
-)
-def test_servers_are_named_by_host_and_port(text: str, targets: list[Target]) -> None:
-    assert list(parse_targets(text)) == targets
-
-
-@pytest.mark.parametrize(
     "text",
     ["", ",", "host", "host:", "host:0", "host:70000", "http://h:1", "h:1/x", "::1:5", "dns://"],
 )

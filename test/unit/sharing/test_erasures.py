@@ -69,23 +69,6 @@ def learn(book: ErasureBook, told: Sequence[ErasureNotice]) -> None:
         book.learn(each, ended(True))
 
 
-def test_equal_sets_have_equal_digests_in_any_order(shelf: Shelf) -> None:
-    one, other = shelf.open(), shelf.open()
-    assert one.digest == bytes(16)
-    one.begin(Erasure(tenant=b"a" * 16))
-    one.begin(Erasure.of([b"k" * 32]))
-    other.begin(Erasure())
-    lacked, taught = exchange(one, other)
-    assert [each.tenant for each in lacked] == [None]
-    assert [each.keys for each in taught] == [None, b"k" * 32]
-    learn(one, lacked)
-    learn(other, taught[::-1])
-    assert one.digest == other.digest != bytes(16)
-    assert exchange(one, other) == ([], [])
-    for book in (one, other):
-        book.check_integrity()
-
-
 def test_a_message_holds_what_fits_others_the_rest(shelf: Shelf) -> None:
     one, other = shelf.open(), shelf.open()
     one.begin(Erasure.of([n.to_bytes(32, "big") for n in range(40 * 1024)]))
@@ -97,23 +80,6 @@ def test_a_message_holds_what_fits_others_the_rest(shelf: Shelf) -> None:
         rounds += 1
         assert rounds < 10
     assert rounds == 4
-
-
-def test_an_age_counts_wherever_it_was_told(shelf: Shelf) -> None:
-    one, other = shelf.open(), shelf.open()
-    one.begin(Erasure(tenant=b"a" * 16))
-    shelf.pass_time(600)
-    learn(other, exchange(one, other)[1])
-    shelf.pass_time(399)
-    other.settle(None)
-    assert len(other) == 1
-    shelf.pass_time(2)
-    for book in (one, other):
-        book.settle(None)
-        assert (len(book), book.digest) == (0, bytes(16))
-    # Who still has it tells it, and it is not applied again.
-    told = ErasureNotice(next(iter(one._shelf.dropped)) + bytes(8), 0.0, None, None)
-    assert one.unknown([told]) == []
 
 
 @pytest.mark.parametrize("age_s", [float("inf"), float("nan"), 1e300])

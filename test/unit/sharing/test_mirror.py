@@ -50,17 +50,6 @@ class World:
         return [peer and int(peer.server, 16) for peer in self.mirror.find(keys(*pages))]
 
 
-def test_many_servers_hold_one_page() -> None:
-    world = World(max_peers=200)
-    world.see(*range(1, 181))
-    for number in range(1, 181):
-        world.load(number, 10, 1000 + number)
-    assert world.found(10)[0] in range(1, 181)
-    assert world.found(*range(1001, 1181)) == list(range(1, 181))
-    world.see(180)
-    assert world.found(10, 1001) == [180, None]
-
-
 def test_page_lacking_during_growth_stays_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(max_pages=200_000)
     world.see(1)

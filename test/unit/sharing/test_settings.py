@@ -37,12 +37,6 @@ def test_a_url_says_user_password_and_database() -> None:
     assert url.options == {"path": "/run/a b.sock", "password": "p@ss", "db": 2}
 
 
-def test_an_option_of_tls_may_be_given() -> None:
-    url = parse_index_url("rediss://h?ssl_cert_reqs=none&ssl_check_hostname=false")
-    assert url.options["ssl_cert_reqs"] == "none"
-    assert url.options["ssl_check_hostname"] is False
-
-
 BEHIND = [
     "@",
     "@h:port",

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.runs import OTHER_NAMESPACE, blank, make_soft_run, page_data, soft_encoding
+from kit.clock import Clock
+from kit.runs import blank, make_run, make_soft_run, page_data, soft_encoding
 from kit.tiers import close_whole, load, loads, open_region, store
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.codecs import CodecError, PageLayout
-from sglang_tiered.storage.base import Erasure, Reason, Run
+from sglang_tiered.storage.base import Erasure, Reason, Tier
 from sglang_tiered.storage.encoding import PageEncoding
 from sglang_tiered.storage.region import RegionEngine
 
@@ -119,21 +120,6 @@ def test_verified_bytes_that_do_not_decode_are_hidden(
     loads(engine, run)
 
 
-def test_a_rounded_page_is_never_an_exact_one(opens: Open) -> None:
-    layout = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=64, num_heads=2, head_dim=16)
-    page = make_soft_run(10, [layout.page_bytes]).pages[0]
-    run = Run((b"k" * 32,), (page,))
-    engine = opens(PageEncoding("int8", layout))
-    store(engine, run)
-    target = blank(run)
-    assert finished(engine.submit_load(target)) == [Reason.OK]
-    assert page_data(target) != page_data(run)
-    exact = opens(PageEncoding("zstd", layout), namespace=OTHER_NAMESPACE)
-    assert load(exact, run) == [Reason.MISS]
-    same = opens(PageEncoding("zstd", layout))
-    assert load(same, run) == [Reason.CORRUPT], "by mistake"
-
-
 class Held:
     """Calls of a method, which wait until they may go on."""
 
@@ -200,3 +186,42 @@ def test_an_erasure_during_encoding_hides_the_page(
     finished(job)
     assert engine.contains(run.keys) == [False, True]
     assert opens(encoding).contains(run.keys) == [False, True]
+
+
+@pytest.mark.parametrize(("disk_s", "is_on"), [(0.0001, False), (0.01, True)])
+def test_a_codec_that_costs_more_goes_off(disk_s: float, is_on: bool) -> None:
+    """Not from a few pages, and some go on, or nobody would know when it pays."""
+    clock, run = Clock(0.0), make_soft_run(1, [MiB])
+    encoding = PageEncoding("zstd", PageLayout.unknown("bfloat16"), tiers=(Tier.NVME,), clock=clock)
+    codec: Any = encoding._codec
+    encode, decode = codec.encode, codec.decode
+
+    def slow(*arguments: Any) -> Any:
+        clock.now += 0.001
+        return (encode if len(arguments) == 1 else decode)(*arguments)
+
+    codec.encode = codec.decode = slow
+
+    def num_encoded(num_pages: int) -> int:
+        before = encoding.stats().num_encoded
+        for _ in range(num_pages):
+            stored = memoryview(b"".join(encoding.encode(run.pages[0])))
+            encoding.note_write(disk_s * stored.nbytes / MiB, stored.nbytes, 2 * MiB)
+            encoding.note_read(Tier.NVME, disk_s * stored.nbytes / MiB, stored.nbytes, 2 * MiB)
+            if stored.nbytes < MiB:
+                assert encoding.decode(stored, blank(run).pages[0]) is Reason.OK
+        return encoding.stats().num_encoded - before
+
+    assert num_encoded(60) == 60
+    num_encoded(100)
+    assert encoding.stats().is_on == is_on
+    assert num_encoded(64) == (64 if is_on else 1)
+    assert encoding.encode(run.pages[0], is_full=True) is not run.pages[0], "it saves an eviction"
+
+
+def test_what_gets_no_shorter_goes_off() -> None:
+    """Though nothing of it is ever decoded, or read."""
+    encoding, page = soft_encoding(), make_run(1, [MiB]).pages[0]
+    for _ in range(70):
+        assert encoding.encode(page) is page
+    assert not encoding.stats().is_on

@@ -13,12 +13,6 @@ from kit.runs import NAMESPACE, make_run
 from kit.tiers import open_region, store
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.region.device import FileDevice
-from sglang_tiered.storage.region.format import (
-    BLOCK_BYTES,
-    pack_footer,
-    unpack_footer,
-    unpack_region_header,
-)
 from sglang_tiered.storage.region.index import PageIndex
 from sglang_tiered.storage.region.recovery import RecoveryReport, recover
 from sglang_tiered.storage.region.regions import RegionTable
@@ -69,22 +63,6 @@ def test_a_report_counts_what_was_found(directory: Path) -> None:
     (directory / "region-0000000000000011.kv").write_bytes(b"x" * REGION)
     assert run_recovery(directory) == replace(sealed, num_damaged=2, next_sequence=18)
     assert len(list(directory.glob("*.kv"))) == 3
-
-
-def test_a_footer_that_fits_no_extent_is_walked(directory: Path) -> None:
-    """It verifies, and lists the first extent where none can begin."""
-    file = directory / "region-0000000000000001.kv"
-    data = bytearray(file.read_bytes())
-    header = unpack_region_header(data[:BLOCK_BYTES])
-    assert header is not None
-    contents = unpack_footer(data[-2 * BLOCK_BYTES : -BLOCK_BYTES], header.nonce)
-    assert contents is not None
-    contents.extents["offset"][0] += BLOCK_BYTES
-    data[-2 * BLOCK_BYTES : -BLOCK_BYTES] = pack_footer(contents, header.nonce)
-    file.write_bytes(data)
-    report = run_recovery(directory)
-    assert (report.num_walked, report.num_pages) == (1, 9)
-    assert run_recovery(directory).num_walked == 0
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.ENOMEM])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kit.runs import OTHER_NAMESPACE, blank, make_run, of, page_data, select
-from kit.tiers import load, loads, store
+from kit.runs import blank, make_run, of, page_data, select
+from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Job, LookupResult, Reason, Run, Stop, Tier
 from sglang_tiered.storage.promises import is_true
@@ -62,20 +62,6 @@ def test_what_one_remote_tier_fails_the_other_serves(
     assert [three.remote_stats(tier).num_recovered for tier in order] == [0, 2]
     eventually(lambda: three.nvme.view.contains(KEYS) == [True] * 3 + [False], "not kept")
     assert [three.remote_stats(tier).num_promoted for tier in order] == [1, 2]
-
-
-def test_without_a_bucket_only_demotion_is_missing(tiers: Any) -> None:
-    engine = tiers.open(peers=True, bucket=False)
-    store(engine, select(RUN, [0, 1]))
-    store(tiers.peers, select(RUN, [2, 3]))
-    assert engine.flush_to_bucket(KEYS, TIMEOUT_S) == [False] * 4
-    assert engine.contains_in_bucket(KEYS) == [False] * 4
-    assert engine.contains_remote(KEYS) == [False, False, True, True]
-    loads(engine, RUN, tenant=TENANT)
-    eventually(lambda: engine.remote_stats(Tier.PEER).num_promoted == 2, "nothing was kept")
-    engine.set_namespace(OTHER_NAMESPACE)
-    assert engine.lookup(KEYS).num_hits == 0
-    assert is_true(engine.erase(Erasure()), TIMEOUT_S)
 
 
 @pytest.mark.parametrize("keys", [None, KEYS[2:]], ids=["tenant", "pages"])

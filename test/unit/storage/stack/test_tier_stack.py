@@ -58,18 +58,6 @@ def damage(directory: Path, data: bytes) -> None:
 # ---- Promotion ----
 
 
-def test_promoted_pages_are_kept_under_their_tenant(engine: TierStack, tiers: Any) -> None:
-    run = make_run(1, PAGES)
-    store(tiers.bucket, of(TENANT, run))
-    target = blank(run)
-    finished(engine.submit_load(target, tenant=TENANT))
-    for (segment,) in target.pages:
-        segment[:] = bytes(segment.nbytes)  # the caller's again: the copy must be another
-    tiers.until(num_promoted=4)
-    assert [usage.tenant for usage in engine.nvme.tenants(9)] == [TENANT]
-    loads(engine.nvme, run)
-
-
 @pytest.mark.parametrize(
     ("num_bytes", "may_promote", "kept"),
     [(8192 * 3, True, 3), (8191, True, 0), (1 << 20, False, 0)],
@@ -128,25 +116,6 @@ def test_what_was_read_before_an_erasure_stays_down(
     assert drained(three, TIMEOUT_S) and drained(three.nvme, TIMEOUT_S)
     assert three.remote_stats(tier).num_promotions_dropped == 4
     assert three.nvme.view.contains(run.keys) == [False] * 4
-
-
-def test_pages_read_while_a_purge_begins_stay_down(
-    engine: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(1, PAGES)
-    store(tiers.bucket, of(TENANT, run))
-    erase, jobs = engine.nvme.erase, []
-
-    def erase_behind_a_read(what: Erasure) -> object:
-        jobs.append(engine.submit_load(blank(run), tenant=TENANT))
-        return erase(what)
-
-    monkeypatch.setattr(engine.nvme, "erase", erase_behind_a_read)
-    assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
-    assert finished(jobs[0]) == [Reason.OK] * 4
-    assert drained(engine.nvme, TIMEOUT_S)
-    assert engine.lookup(run.keys).num_hits == 0
-    assert engine.stack_stats().num_promotions_dropped == 4
 
 
 # ---- Demotion ----
@@ -271,20 +240,6 @@ def test_a_scan_finds_what_a_full_queue_refused(tiers: Any) -> None:
     tiers.until("what was refused was lost", num_demoted=40)
 
 
-def test_a_purge_during_a_copy_leaves_no_pages(engine: TierStack, tiers: Any) -> None:
-    for turn in range(8):
-        runs = [of(TENANT, make_run(100 * turn + i, PAGES)) for i in range(4)]
-        jobs = [engine.submit_store(run) for run in runs]
-        for job in jobs[:2]:
-            finished(job)
-        assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
-        for job in jobs:
-            finished(job)
-        assert [engine.lookup(run.keys).num_hits for run in runs] == [0] * 4
-        engine.flush_to_bucket([key for run in runs for key in run.keys], 0.05)
-        assert not any(tiers.bucket.contains([key for run in runs for key in run.keys]))
-
-
 @pytest.mark.parametrize("takes_all", [True, False])
 def test_no_copy_of_pages_read_before_an_erasure(
     still: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch, takes_all: bool
@@ -306,14 +261,6 @@ def test_no_copy_of_pages_read_before_an_erasure(
     left = [not takes_all and page != 1 for page in range(4)]
     assert still.contains(run.keys) == tiers.bucket.contains(run.keys) == left
     assert still.stack_stats().num_demotions_gone == left.count(False)
-
-
-def test_a_new_namespace_is_not_copied_down(engine: TierStack) -> None:
-    engine.set_namespace(OTHER_NAMESPACE)
-    run = make_run(1, PAGES)
-    store(engine, run)
-    assert engine.stack_stats().demote_backlog == 0
-    assert engine.lookup(run.keys).num_hits == 4
 
 
 def test_nothing_is_copied_before_the_bucket_is_listed(still: TierStack, tiers: Any) -> None:
@@ -394,29 +341,3 @@ def test_flush_to_an_unreachable_tier_ends_in_time(engine: TierStack, tiers: Any
 
 
 # ---- Closing and erasing ----
-
-
-def test_jobs_end_when_their_engine_is_closed(engine: TierStack, tiers: Any) -> None:
-    run = make_run(1, PAGES)
-    store(tiers.bucket, run)
-    tiers.bucket.holding = {JobKind.LOAD}
-    job = engine.submit_load(blank(run))
-    closer = threading.Thread(target=engine.close)
-    closer.start()
-    tiers.bucket.release()
-    assert job.wait(TIMEOUT_S)
-    closer.join(TIMEOUT_S)
-    assert not closer.is_alive()
-    assert load(engine, run) == [Reason.CANCELLED] * 4
-
-
-def test_a_forgotten_page_leaves_both_tiers(engine: TierStack, tiers: Any) -> None:
-    run = of(TENANT, make_run(1, PAGES))
-    store(engine, run)
-    tiers.until(num_demoted=4)
-    assert is_true(engine.erase(Erasure.of(run.keys[1:2])), TIMEOUT_S)
-    for tier in (engine, engine.nvme, tiers.bucket):
-        assert tier.contains(run.keys) == [True, False, True, True]
-    store(engine, select(run, [1]))
-    eventually(lambda: all(tiers.bucket.contains(run.keys)), "what was stored again is not copied")
-    assert engine.nvme.contains(run.keys) == [True] * 4

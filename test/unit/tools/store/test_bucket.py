@@ -60,10 +60,6 @@ def test_stat_counts_what_is_there_and_writes_nothing(cli: Cli, url: str, tmp_pa
     assert (ours["pages"], ours["erased_pages"], ours["tenants"]) == (12, 4, 1)
     assert ours["stored_bytes"] == 36_000
     assert (report["total"]["pages"], report["erasures"]) == (16, 1)
-    assert 0 <= ours["newest_age_s"] <= ours["oldest_age_s"] < 60
-    out = cli("stat", url).out
-    assert NAMESPACE.hex()[:16] in out
-    assert "4 pages are erased" in out
 
 
 def damaged(data: bytes) -> bytes:
@@ -75,7 +71,6 @@ def damaged(data: bytes) -> bytes:
     [
         ("pages/*", damaged, "does not match"),
         ("pages/*", lambda data: data[:-1], "does not match"),
-        ("pages/*", lambda data: b"", "does not match"),
         ("pins", damaged, "what it pinned may go"),
         ("../erased", damaged, "servers miss all that is older"),
     ],
@@ -90,7 +85,6 @@ def test_verify_finds_damage_and_nothing_else(
         assert is_true(engine.erase(Erasure.of(run_of(9).keys)), 20.0)
     report = answer(cli, "verify", url, "--jobs", "2")
     assert (report["ok"], report["total"]["pages"]) == (True, 4)
-    assert "fine: all 4 pages verify" in cli("verify", url).out
     folder = tmp_path / "bucket" / "v2" / NAMESPACE.hex()
     file = min(
         (folder.parent if where[0] == "." else folder).glob(f"{where.removeprefix('../')}/*")
@@ -100,7 +94,6 @@ def test_verify_finds_damage_and_nothing_else(
     (problem,) = report["problems"]
     assert what in problem["problem"]
     assert report["total"]["damaged_pages"] == (where == "pages/*")
-    assert "damage: " in cli("verify", url).out
 
 
 def test_gc_plans_and_deletes_only_when_told_to(cli: Cli, url: str, tmp_path: Path) -> None:
@@ -114,7 +107,6 @@ def test_gc_plans_and_deletes_only_when_told_to(cli: Cli, url: str, tmp_path: Pa
     assert "4 could go" in cli("gc", url, *limit).out
     assert "deleted 4" in cli("gc", url, *limit, "--delete").out
     assert len(list((tmp_path / "bucket").rglob("pages/*/*"))) == 4
-    assert "nothing to give back" in cli("gc", url, *limit).out
 
 
 def test_gc_by_age_of_old_namespaces(cli: Cli, url: str, tmp_path: Path) -> None:
@@ -136,33 +128,18 @@ def test_gc_by_age_of_old_namespaces(cli: Cli, url: str, tmp_path: Path) -> None
     assert not list(root.rglob("pages/*/*"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (("dump", "s3://bucket/kv"), "dump is for a directory"),
-        (("verify", "s3://bucket/kv", "--region", "1"), "--region is for a directory"),
-        (("gc", "/", "--ttl", "1d", "--delete"), "gc is for the URL of an object tier"),
-        (("gc", "s3://bucket/kv", "--ttl", "soon"), "is not a time"),
-        (("gc", "s3://bucket/kv", "--max-bytes", "lots"), "is not a size"),
-        (("stat", "ftp://bucket/kv"), "is not a place for the object tier"),
-        (("stat", "s3://me:hunter2@bucket/kv"), "credentials come from the environment"),
-        (("stat", "memory://x"), "in the memory of another process"),
-        (("stat", "{missing}"), "is not a directory"),
-        (("stat", "{empty}"), "holds nothing of an object tier"),
-        (("stat", "s3://[::1"), "the URL of the object tier is not one"),
-    ],
-)
-def test_what_cannot_work_is_one_sentence(
-    cli: Cli, tmp_path: Path, arguments: tuple[str, ...], what: str
-) -> None:
-    places = {"{missing}": (tmp_path / "none").as_uri(), "{empty}": tmp_path.as_uri()}
-    refusal = cli(*(places.get(argument, argument) for argument in arguments)).refusal
-    assert what in refusal
-    assert "hunter2" not in refusal
-    assert not (tmp_path / "none").exists()
+WRONG: list[tuple[tuple[str, ...], str]] = [
+    (("gc", "/", "--ttl", "1d", "--delete"), "gc is for the URL of an object tier"),
+    (("gc", "s3://bucket/kv", "--ttl", "soon"), "is not a time"),
+    (("gc", "s3://bucket/kv", "--max-bytes", "lots"), "is not a size"),
+    (("stat", "s3://me:hunter2@bucket/kv"), "credentials come from the environment"),
+]
 
 
-# -- over HTTP ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(("arguments", "what"), WRONG)
+def test_what_cannot_work_is_one_sentence(cli: Cli, arguments: tuple[str, ...], what: str) -> None:
+    refusal = cli(*arguments).refusal
+    assert what in refusal and "hunter2" not in refusal
 
 
 @pytest.fixture(scope="module")

@@ -52,26 +52,18 @@ def test_an_intact_store_is_fine(cli: Cli, tier: Path) -> None:
     total = report["total"]
     assert (total["regions"], total["extents"], total["pages"]) == (3, 3, 9)
     assert total["payload_bytes"] == 3 * (12_288 + 12_000 + 9_000)
-    assert report["bytes_read"] > total["payload_bytes"]
-    outcome = cli("verify", tier)
-    assert outcome.code == 0
-    assert "fine: all 9 pages verify" in outcome.out
-    assert "MB/s" in outcome.out
+    assert "fine: all 9 pages verify" in cli("verify", tier).out
 
 
 @pytest.mark.parametrize(
     ("offset", "part"),
     [
         (20, "header"),
-        (BLOCK_BYTES - 1, "header"),
         (BLOCK_BYTES + 3, "extent"),
-        (BLOCK_BYTES + 60, "extent"),
-        (2 * BLOCK_BYTES - 1, "extent"),
         (2 * BLOCK_BYTES, "page"),
         (5 * BLOCK_BYTES + 11_999, "page"),
         (REGION - 2 * BLOCK_BYTES + 50, "footer"),
         (REGION - BLOCK_BYTES - 1, "footer"),
-        (REGION - BLOCK_BYTES + 2, "trailer"),
         (REGION - 1, "trailer"),
     ],
 )
@@ -90,10 +82,6 @@ def test_a_flipped_bit_is_found_where_it_is(
         names = ("key", "namespace", "region", "extent", "length")
         assert tuple(problem[name] for name in names) == about
         assert (report["total"]["damaged_pages"], report["total"]["pages"]) == (1, 9)
-    outcome = cli("verify", tier)
-    assert outcome.code == 1
-    assert FIRST in outcome.out
-    assert "damaged: 1 of 3 regions" in outcome.out
 
 
 def other_checksum(contents: Contents) -> Contents:
@@ -180,8 +168,6 @@ def plant_cut(path: Path) -> None:
     [
         (lambda path: path.symlink_to(path.parent / region_name(1)), "a symbolic link"),
         (os.mkfifo, "a FIFO"),
-        (os.mkdir, "a directory"),
-        (Path.touch, "is empty"),
         (plant_cut, "has only 100 bytes"),
         (lambda path: path.write_bytes(b"x" * REGION), "does not verify"),
         (
@@ -221,32 +207,24 @@ def test_what_a_start_would_drop_is_damage(cli: Cli, tier: Path, shard: Path, fi
     code, report = verify(cli, tier)
     assert (code, problems(report)) == (1, [(path.name, "file")])
     assert "the next start removes" in report["shards"][0]["problems"][0]["problem"]
-    outcome = cli("verify", tier)
-    assert f"damage: {shard.name}/{path.name}: file " in outcome.out
-    assert "damaged: 0 of 2 regions, 0 of 6 pages, 1 other files" in outcome.out
-    assert "the next start removes" in cli("stat", tier).out
     engine = open_engine(shard)
     assert engine.stats().num_pages == (0 if file == ERASED_NAME else 6)
     assert file != PIN_PREFIX or not engine.pins(), "that is what a start does"
 
 
-@pytest.fixture
-def crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, int]:
-    """A shard as a crash leaves it, one region open with three extents; and how far it was synced:
-    the first two."""
+def test_an_open_regions_torn_end_is_a_note(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a crash leaves it: of three extents two were synced."""
     monkeypatch.setattr(sync_worker, "_CHECKPOINT_INTERVAL_S", 0.0)
     engine = open_engine(tmp_path / "shard-live")
     for seed in range(2):
         store(engine, make_run(seed, [8192]))
     assert engine.flush(20.0)
     store(engine, make_run(2, [8192]))
-    shutil.copytree(tmp_path / "shard-live", tmp_path / "shard-0")
+    shard = shutil.copytree(tmp_path / "shard-live", tmp_path / "shard-0")
     engine.close()
-    return tmp_path / "shard-0", BLOCK_BYTES + 2 * (BLOCK_BYTES + 8192)
-
-
-def test_an_open_regions_torn_end_is_a_note(cli: Cli, crashed: tuple[Path, int]) -> None:
-    shard, synced = crashed
+    synced = BLOCK_BYTES + 2 * (BLOCK_BYTES + 8192)
     code, report = verify(cli, shard)
     assert (code, report["total"]["pages"], report["total"]["open_regions"]) == (0, 3, 1)
     for offset in (synced + 200, synced + BLOCK_BYTES + 5000):
@@ -257,16 +235,6 @@ def test_an_open_regions_torn_end_is_a_note(cli: Cli, crashed: tuple[Path, int])
         flip(shard / FIRST, offset)
 
 
-@pytest.mark.parametrize(("offset", "part"), [(BLOCK_BYTES + 7, "extent"), (9000, "page")])
-def test_damage_in_an_open_regions_synced_part_shows(
-    cli: Cli, crashed: tuple[Path, int], offset: int, part: str
-) -> None:
-    shard, _ = crashed
-    flip(shard / FIRST, offset)
-    code, report = verify(cli, shard)
-    assert (code, problems(report)) == (1, [(FIRST, part)])
-
-
 def test_a_running_servers_open_region_is_no_damage(cli: Cli, tier: Path, shard: Path) -> None:
     engine = open_engine(shard)
     store(engine, make_run(9, [8192]))
@@ -275,7 +243,6 @@ def test_a_running_servers_open_region_is_no_damage(cli: Cli, tier: Path, shard:
     assert report["shards"][0]["lock"] == {"held": True, "pid": os.getpid()}
     assert report["total"]["open_regions"] == 1
     assert "is open: the server writes to it" in report["notes"][0]
-    assert f"in use by process {os.getpid()}" in cli("verify", tier).out
     engine.check_integrity()
     (shard / region_name(7)).write_bytes(bytes(REGION))
     assert verify(cli, tier)[0] == 0, "it is being created"

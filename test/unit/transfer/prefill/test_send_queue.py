@@ -11,8 +11,6 @@ from transfer_pair import Pool, Shape, indices
 from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.messages import Open
 from sglang_tiered.transfer.prefill.send_queue import (
-    MAX_RESENDS,
-    MAX_UNCONFIRMED,
     SMALL_SLAB_BYTES,
     TARGET_SLAB_BYTES,
     Chunk,
@@ -23,9 +21,6 @@ from sglang_tiered.transfer.prefill.send_queue import (
 from sglang_tiered.transfer.same_host import Fence
 from sglang_tiered.transfer.wire_codec import WireCodec
 from sglang_tiered.wire.keys import Tagger
-
-PAGE_BYTES = 4 * 512
-
 
 POOL = Pool(Shape(), 1)  # kept: its memories only know addresses
 
@@ -72,11 +67,6 @@ def test_credit_is_taken_and_comes_back_once(queue: SendQueue) -> None:
     assert queue.credit_bytes == 10 * SMALL_SLAB_BYTES
 
 
-def test_pages_beyond_decodes_room_are_not_sent(queue: SendQueue) -> None:
-    add(queue, [1, 2, 3, 4, 5], start=2)
-    assert post(queue).frames[3].nbytes == 2 * PAGE_BYTES
-
-
 def test_without_credit_nothing_is_gathered(queue: SendQueue) -> None:
     """Short slabs lie in long buffers: these are bounded, not what is in them."""
     for room in range(30):
@@ -85,41 +75,6 @@ def test_without_credit_nothing_is_gathered(queue: SendQueue) -> None:
     assert queue.credit_bytes == 0
     held = [parcel.buffer for parcel in queue.unconfirmed.values() if parcel.buffer is not None]
     assert sum(buffer.nbytes for buffer in held) == 10 * SMALL_SLAB_BYTES
-
-
-def test_messages_under_way_are_bounded_however_small(queue: SendQueue) -> None:
-    for room in range(MAX_UNCONFIRMED + 10):
-        add(queue, [], room=room)
-    post_all(queue)
-    assert len(queue.unconfirmed) == MAX_UNCONFIRMED
-    queue.confirm((0, 7, 0), 0.0)
-    assert queue.next_parcel() is not None
-
-
-def test_only_the_oldest_confirmation_counts_as_progress(queue: SendQueue) -> None:
-    for room in (1, 2, 3):
-        add(queue, [room], room=room)
-    keys = [post(queue, 1.0).key for _ in range(6)]
-    queue.confirm(keys[2], 5.0)
-    assert queue.quiet_since == 1.0
-    queue.confirm(keys[0], 6.0)
-    assert queue.quiet_since == 6.0
-
-
-def test_damaged_slab_is_resent_boundedly(queue: SendQueue) -> None:
-    add(queue, [1])
-    slab = post(queue)
-    frames = list(slab.frames)
-    for _ in range(MAX_RESENDS):
-        assert queue.resend(slab.key, 0.0)
-        again = post(queue)
-        assert again is slab
-        assert again.frames == frames
-    assert queue.credit_bytes == 9 * SMALL_SLAB_BYTES, "it takes its credit once"
-    assert not queue.resend(slab.key, 0.0)
-    assert queue.credit_bytes == 10 * SMALL_SLAB_BYTES
-    assert not queue.unconfirmed, "or the session would end for want of its confirmation"
-    assert queue.resend((5, 5, 5), 0.0), "of one that is not under way nothing is to be done"
 
 
 def test_dropped_room_returns_its_credit(queue: SendQueue) -> None:
@@ -137,48 +92,6 @@ def test_dropped_room_returns_its_credit(queue: SendQueue) -> None:
     assert queue.resend(first.key, 0.0), "a Nack confirms it as well"
     assert queue.credit_bytes == 9 * SMALL_SLAB_BYTES
     assert list(queue.rooms) == [2]
-
-
-def test_pages_behind_a_closed_fence_are_not_sent(queue: SendQueue) -> None:
-    for pull_tagger in (None, Tagger(b"k")):
-        queue.pull_tagger = pull_tagger
-        fence = Fence()
-        add(queue, [1], fence, is_last=False)
-        fence.close()
-        assert queue.next_parcel() is None
-
-
-@pytest.mark.parametrize("is_freed", [False, True])
-def test_failed_pull_becomes_a_slab_of_that_number(queue: SendQueue, is_freed: bool) -> None:
-    """Unless its pages are another's by now."""
-    queue.pull_tagger = Tagger(b"k")
-    fence = Fence()
-    add(queue, [1, 2], fence, is_last=False)
-    pull = post(queue)
-    assert pull.buffer is None
-    if is_freed:
-        fence.close()
-    assert queue.resend(pull.key, 0.0)
-    if is_freed:
-        assert queue.next_parcel() is None
-        assert not queue.unconfirmed and queue.credit_bytes == 10 * SMALL_SLAB_BYTES
-        return
-    slab = post(queue)
-    assert slab.key == pull.key
-    assert slab.frames[3].nbytes == 2 * PAGE_BYTES
-    assert queue.pull_tagger is None
-    add(queue, [3], fence, start=2, is_last=False)
-    assert post(queue).buffer is not None
-
-
-def test_a_chunk_that_is_not_computed_waits(queue: SendQueue) -> None:
-    computed: list[int] = []
-    add(queue, [1], is_computed=lambda: bool(computed))
-    assert queue.next_parcel() is None
-    assert queue.awaits_compute
-    computed.append(1)
-    assert queue.next_parcel() is not None
-    assert not queue.awaits_compute
 
 
 class Shortener(WireCodec):
