@@ -99,7 +99,7 @@ def look(server: Answers, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]
             200,
             costs(ONE, ONE, num_ranks=4, num_local_ranks=2),
             "",
-        ),  # others are of other machines
+        ),
         (404, 200, 404, ""),  # SGLang answers no more than /health there
         (404, 404, 404, "/"),  # something else listens there
         (503, 200, costs(ONE), "starting, paused or ending (/ready answers 503)"),

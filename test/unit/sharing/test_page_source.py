@@ -16,7 +16,7 @@ from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run, make_soft_run, page_d
 from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S
 from sglang_tiered.checksummed import page_checksum
-from sglang_tiered.sharing.page_source import BufferPool, PageSource
+from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.sharing.pages.landing import PageOutcome
 from sglang_tiered.storage.base import Erasure, Run
 from sglang_tiered.storage.promises import is_true
@@ -167,15 +167,3 @@ def test_a_read_that_fails_keeps_nobody_waiting() -> None:
     for pages in found:
         pages.release()
     assert not source._reads
-
-
-def test_idle_read_memory_is_bounded() -> None:
-    memory = BufferPool(max_free_bytes=1 << 20)
-    first = memory.borrow_buffer(300_000)
-    assert 300_000 <= first.nbytes <= 375_000
-    memory.return_buffer(first)
-    assert memory.borrow_buffer(first.nbytes - 1) is first
-    many = [memory.borrow_buffer(300_000) for _ in range(20)]
-    for buffer in many:
-        memory.return_buffer(buffer)
-    assert 0 < memory._free_bytes <= 1 << 20
