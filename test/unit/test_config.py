@@ -6,11 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang_tiered.codecs import CODEC_NAMES
 from sglang_tiered.config import (
     ENVIRONMENT_VARIABLE,
-    TIER_CODECS,
-    TRANSFER_CODECS,
     GiB,
     MiB,
     NvmeConfig,
@@ -22,7 +19,6 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import values_of
 from sglang_tiered.object_config import ObjectConfig
 from sglang_tiered.peer_config import PeerConfig
-from sglang_tiered.transfer.wire_codec import CODECS as WIRE_CODECS
 
 
 def nvme(**changes: object) -> NvmeConfig:
@@ -116,11 +112,6 @@ def test_regions_are_fewer_than_open_files_allowed(
     room: int, bounds: dict[str, int], region: int
 ) -> None:
     assert default_region_bytes(room, **bounds) == region
-
-
-def test_codecs_are_those_that_exist() -> None:
-    assert set(TIER_CODECS) == set(CODEC_NAMES)
-    assert set(TRANSFER_CODECS) == set(WIRE_CODECS)
 
 
 def test_a_mangled_configuration_does_not_leak_its_password() -> None:

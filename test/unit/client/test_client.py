@@ -7,13 +7,11 @@ import json
 import subprocess
 import sys
 import threading
-from array import array
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-import numpy
 import pytest
 
 from kit.serving import Quiet, serving
@@ -260,13 +258,6 @@ def test_unsendable_call_is_refused_unsent(
         call(kind, server.url, "pin", **body)
     assert caught.value.status is None and "\n" not in str(caught.value)
     assert not server.asked
-
-
-@pytest.mark.parametrize("ids", [range(3), array("q", [0, 1, 2]), numpy.arange(3), (0, 1, 2)])
-def test_tokens_of_any_sequence_are_sent(server: RecordedServer, ids: Any) -> None:
-    server.answers = [(200, HELD)]
-    call("sync", server.url, "residency", input_ids=ids)
-    assert server.asked == [("POST", "/tier/residency", {"input_ids": [0, 1, 2]})]
 
 
 def test_client_imports_neither_torch_nor_sglang() -> None:

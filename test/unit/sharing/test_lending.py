@@ -210,19 +210,6 @@ def test_own_load_ends_whatever_its_lender_does(world: World, lender: PageLender
         eventually(lambda is_closed=is_closed: is_closed or not lender._source._reads)
 
 
-def test_load_that_cannot_begin_leaves_nobody_waiting(world: World, lender: PageLender) -> None:
-    joined = []
-
-    def refuses(wanted: Run) -> Job:
-        joined.append(world.ask(wanted))
-        eventually(lambda: bool(lender._source._reads))
-        raise RuntimeError("closed")
-
-    with pytest.raises(RuntimeError, match="closed"):
-        lender.load(blank(make_run(1, [100])), refuses)
-    assert finished(joined[0]) == [MISS] and not lender._source._owns
-
-
 def test_who_asks_after_an_erasure_joins_no_read(world: World, lender: PageLender) -> None:
     run = world.stored(1)
     before = world.ask_held(run)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
-import pytest
-
 from kit.clock import Clock
-from sglang_tiered.storage.backoff import Backoff, OnceLog
+from sglang_tiered.storage.backoff import Backoff
 
 
 def test_a_pause_doubles_to_a_minute_then_resets() -> None:
@@ -25,13 +21,3 @@ def test_a_pause_doubles_to_a_minute_then_resets() -> None:
     backoff.succeed()
     backoff.fail()
     assert backoff.wait_s == 1.0
-
-
-def test_a_settled_cause_is_told_again(caplog: pytest.LogCaptureFixture) -> None:
-    log = OnceLog(logging.getLogger("once"))
-    for _ in range(2):
-        for cause in ("a", "b", "a"):
-            log.report(cause, "%s fails", cause)
-        for cause in ("a", "b"):
-            log.settle(cause)
-    assert [record.getMessage() for record in caplog.records] == ["a fails", "b fails"] * 2

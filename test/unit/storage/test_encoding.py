@@ -12,7 +12,7 @@ from kit.runs import blank, make_run, make_soft_run, page_data, soft_encoding
 from kit.tiers import close_whole, load, loads, open_region, store
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.codecs import CodecError, PageLayout
-from sglang_tiered.storage.base import Erasure, Reason, Tier
+from sglang_tiered.storage.base import Reason, Tier
 from sglang_tiered.storage.encoding import PageEncoding
 from sglang_tiered.storage.region import RegionEngine
 
@@ -70,31 +70,6 @@ def test_a_server_without_a_decoder_misses_them(opens: Open) -> None:
     loads(opens(soft_encoding()), run)
 
 
-def test_damage_of_encoded_bytes_reaches_no_codec(
-    opens: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each bit of a page in turn would take long: each of its blocks, and header and end."""
-    encoding = soft_encoding()
-    run = make_soft_run(8, [65_536])
-    stored = b"".join(encoding.encode(run.pages[0]))
-    assert len(stored) < 50_000
-    places = [0, 1, 2, 8, 12, len(stored) - 1, *range(100, len(stored), 4096)]
-    monkeypatch.setattr(encoding._codec, "decode", lambda *_: pytest.fail("it was decoded"))
-    for number, place in enumerate(places):
-        namespace = number.to_bytes(32, "big")
-        engine = opens(encoding, namespace=namespace)
-        store(engine, run)
-        engine.close()
-        files = (tmp_path / "store").glob("region-*")
-        (path,) = [each for each in files if stored in each.read_bytes()]
-        data = bytearray(path.read_bytes())
-        data[bytes(data).index(stored) + place] ^= 1
-        path.write_bytes(data)
-        engine = opens(encoding, namespace=namespace)
-        assert load(engine, run) == [Reason.CORRUPT]
-        assert engine.lookup(run.keys).num_hits == 0
-
-
 @pytest.mark.parametrize(
     ("error", "reason"), [(CodecError, Reason.CORRUPT), (MemoryError, Reason.IO_ERROR)]
 )
@@ -118,20 +93,6 @@ def test_verified_bytes_that_do_not_decode_are_hidden(
         store(engine, run)
     assert caplog.text.count("no memory") == 1
     loads(engine, run)
-
-
-class Held:
-    """Calls of a method, which wait until they may go on."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, place: Any, name: str) -> None:
-        self.reached, self.goes_on = threading.Event(), threading.Event()
-        self.inner = getattr(place, name)
-        patch.setattr(place, name, self)
-
-    def __call__(self, *arguments: Any) -> Any:
-        self.reached.set()
-        assert self.goes_on.wait(TIMEOUT_S)
-        return self.inner(*arguments)
 
 
 def test_pages_are_left_before_a_store_fails(opens: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,23 +130,6 @@ def test_no_encoder_outlives_its_store(opens: Open) -> None:
     assert num_encoders() == 0
     opens(soft_encoding("none"))
     assert num_encoders() == 0
-
-
-def test_an_erasure_during_encoding_hides_the_page(
-    opens: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoding = soft_encoding()
-    encoding_it = Held(monkeypatch, encoding._codec, "encode")
-    engine = opens(encoding)
-    run = make_soft_run(17, [16_384] * 2)
-    job = engine.submit_store(run)
-    assert encoding_it.reached.wait(TIMEOUT_S)
-    erased = engine.erase(Erasure.of(run.keys[:1]))
-    encoding_it.goes_on.set()
-    assert erased.result(TIMEOUT_S)
-    finished(job)
-    assert engine.contains(run.keys) == [False, True]
-    assert opens(encoding).contains(run.keys) == [False, True]
 
 
 @pytest.mark.parametrize(("disk_s", "is_on"), [(0.0001, False), (0.01, True)])

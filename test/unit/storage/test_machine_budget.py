@@ -119,17 +119,6 @@ def test_one_that_comes_back_too_large_is_due(tmp_path: Path) -> None:
         assert a.enter(table, 600).due_bytes == 300
 
 
-def test_what_lies_beside_is_left_alone(tmp_path: Path) -> None:
-    place = tmp_path / "budget"
-    place.mkdir()
-    (place / "notes.txt").write_text("mine")
-    (place / "SERVER-x").mkdir()
-    (place / ("SERVER-" + "0" * 32)).write_bytes(b"torn")
-    (place / ("SERVER-" + "1" * 32)).symlink_to("/etc/hostname")
-    joined(tmp_path, "a")
-    assert (place / "notes.txt").read_text() == "mine"
-
-
 def test_a_table_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "budget").mkdir()
     (tmp_path / "budget" / "TABLE-2").write_bytes(b"of the future")
@@ -148,23 +137,6 @@ def test_a_closed_shard_gives_its_oldest(tmp_path: Path) -> None:
     with DirectoryLock(tmp_path):
         assert not trim_closed(tmp_path, 100), "a process has it open"
     assert closed_bytes(tmp_path) == 300
-
-
-def dead(folder: Path, name: str) -> BudgetRecords:
-    """A closed store that has 700 of the total, and takes 450."""
-    one = joined(folder, name)
-    set_cap(one, 700)
-    regions(folder / name, 3, 150)
-    one.leave()
-    return one
-
-
-def test_a_removed_file_revives_no_dead(tmp_path: Path) -> None:
-    b = joined(tmp_path, "b")
-    a = dead(tmp_path, "a")  # nobody looked since
-    (tmp_path / "budget" / f"SERVER-{a.name}").unlink()
-    found = record_of(b, a)
-    assert (found.is_live, found.cap_bytes) == (False, 450)
 
 
 def test_a_directory_of_everybody_is_refused(tmp_path: Path) -> None:

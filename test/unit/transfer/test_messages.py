@@ -40,10 +40,6 @@ def test_readme_table_lists_every_message_and_field() -> None:
     assert rows() == expected
 
 
-def test_the_table_has_the_version_there_is() -> None:
-    assert f"(`{messages.VERSION_FRAME.decode()}`)" in README
-
-
 def sizes(kind: Any, name: str) -> Iterator[tuple[str, int | None]]:
     """How long each text, byte string and list may be, all the way down."""
     match kind:

@@ -93,13 +93,6 @@ def test_authenticator_binds_key_and_part_boundaries() -> None:
     assert not tagger.is_right(tag[:-1], b"ab", b"c")
 
 
-def test_without_a_key_only_empty_tags_verify() -> None:
-    tagger = Tagger(b"")
-    assert tagger.tag(b"x") == b""
-    assert tagger.is_right(b"", b"x")
-    assert not tagger.is_right(b"forged", b"x")
-
-
 def test_each_session_has_a_fresh_key(tmp_path: Path) -> None:
     make_keys(tmp_path)
     keys = load_keys(tmp_path, "prefill")

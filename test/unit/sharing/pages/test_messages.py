@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 
 import msgspec
@@ -12,7 +11,6 @@ import pytest
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages import messages
-from sglang_tiered.sharing.pages.landing import PageFetch, PageOutcome, cut_requests
 from sglang_tiered.sharing.pages.link import check_address
 from sglang_tiered.sharing.pages.messages import (
     MAX_CLIENT_FRAME_BYTES,
@@ -77,25 +75,6 @@ def test_mutated_message_raises_only_a_transfer_error() -> None:
                     message = decode([VERSION_FRAME, bytes(cut)])
                     if isinstance(message, messages.Fetch):
                         message.split_keys()
-
-
-def fetch_of(lengths: list[int]) -> PageFetch:
-    pages = [(memoryview(bytearray(length)),) for length in lengths]
-    return PageFetch("", NAMESPACE, keys(len(lengths)), pages, None, lambda _: None)
-
-
-def spans(fetch: PageFetch, request_bytes: int) -> list[tuple[int, int]]:
-    return [
-        (request.start, request.stop)
-        for request in cut_requests(fetch, request_bytes, itertools.count(1))
-    ]
-
-
-def test_oversized_pages_are_not_requested() -> None:
-    fetch = fetch_of([100, 0, 100])
-    fetch.lengths[2] = MAX_PAGE_BYTES + 1
-    assert spans(fetch, 250) == [(0, 1)]
-    assert fetch.outcomes == [PageOutcome.LOST, PageOutcome.MISS, PageOutcome.MISS]
 
 
 GOOD_ADDRESSES = ["tcp://127.0.0.1:1", "tcp://192.0.2.7:65535", "tcp://[::1]:9000"]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
 
-from kit.clock import Clock
 from kit.request_hooks import Gate, listed
 from kit.runs import NAMESPACE, make_run, make_soft_run, of, page_data, soft_encoding
 from kit.tiers import load, loads, store
-from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import Health, Reason, Run
+from kit.waiting import TIMEOUT_S, finished
+from sglang_tiered.storage.base import Reason, Run
 
 A = b"a" * 16
 
@@ -52,17 +50,6 @@ def test_the_budgets_of_a_day_reject_stores(make_engine: Any) -> None:
     assert results == [Reason.OK, Reason.OK, Reason.REJECTED, Reason.REJECTED]
 
 
-def test_a_directory_that_cannot_be_made_only_misses(make_engine: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    engine = make_engine(url=(tmp_path / "file" / "store").as_uri())
-    eventually(lambda: engine.stats().health is Health.MISS_ONLY)
-    assert finished(engine.submit_store(make_run(1, [10]))) == [Reason.REJECTED]
-    (tmp_path / "file").unlink()
-    eventually(lambda: engine.stats().health is Health.RUNNING)
-    store(engine, make_run(1, [10]))
-    assert (tmp_path / "file" / "store").stat().st_mode & 0o777 == 0o700
-
-
 def test_stores_under_way_finish_under_the_old_namespace(make_engine: Any) -> None:
     a = make_engine()
     held, under_way = make_run(1, [100]), make_run(2, [100])
@@ -97,22 +84,6 @@ def test_encoded_pages_come_back_as_they_were(make_engine: Any, tmp_path: Path, 
         other = Run(run.keys[:1], ((memoryview(bytearray(num_bytes)),),))
         assert finished(b.submit_load(other)) == [Reason.MISS]
     assert b.stats().stored_bytes < run.num_bytes
-
-
-def test_a_clock_that_is_off_hides_no_page(make_engine: Any) -> None:
-    """Wrong when it starts, or set while it runs: others list from a time on."""
-    clock, wall = Clock(1000.0), Clock(time.time() - 3600.0)
-    a, reader = make_engine(), make_engine()
-    store(a, make_run(1, [100]))
-    assert reader.refresh(TIMEOUT_S, full=True)
-    off = make_engine(clocks={"wall_clock": wall, "clock": clock})
-    for seed in (2, 3):
-        run = make_run(seed, [100] * 8)
-        store(off, run)
-        assert reader.refresh(TIMEOUT_S)
-        assert all(reader.contains(run.keys)), "it waits for the next full listing"
-        clock.now += 601.0
-        wall.now += 7200.0
 
 
 def test_confirming_ends_in_time(make_engine: Any) -> None:

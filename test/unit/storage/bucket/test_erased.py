@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kit.request_hooks import before, refuse
 from kit.waiting import TIMEOUT_S
 from sglang_tiered.checksummed import seal
 from sglang_tiered.storage.base import Erasure
-from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket import erased as records
 from sglang_tiered.storage.bucket.erased import BucketErasures, Record
 
@@ -66,43 +64,6 @@ def test_too_many_keys_hide_more_never_less(monkeypatch: pytest.MonkeyPatch) -> 
     assert erased.hides(N, A, b"x" * 32, 1), "which it cannot tell from those"
     assert not erased.kills(N, A, b"x" * 32, 1), "nothing is deleted for it"
     assert not erased.hides(N, A, b"x" * 32, 10)
-
-
-def put_records(engine: BucketEngine, keys: Sequence[bytes]) -> list[str]:
-    """A record of each key, in the order of their numbers."""
-    whats = [Erasure.of([key]) for key in keys]
-    paths = [records.record_path(number, what, N) for number, what in enumerate(whats, 1)]
-    for path, what in zip(paths, whats, strict=True):
-        engine._requests.put(path, records.record_data(what))
-    return paths
-
-
-def all_killed(engine: BucketEngine, keys: Sequence[bytes]) -> bool:
-    with engine._state.lock:
-        return all(engine._state.erased.kills(N, A, key, n) for n, key in enumerate(keys))
-
-
-def test_failing_readers_skip_no_merged_record(make_engine: Any) -> None:
-    """What is read behind one that a collector merged says nothing of it."""
-    a, keys, merges = make_engine(), [bytes([n]) * 32 for n in range(5)], list[bool]()
-    assert a.refresh(TIMEOUT_S)
-    paths = put_records(a, keys)
-
-    def merge() -> None:
-        entries = [records._RecordEntry(n, bytes([n]) * 16, 0.0, keys[n - 1]) for n in (1, 2)]
-        a._requests.put(merged_path(2), seal(records._Merged(entries)))
-        a._requests.delete(paths[:2])
-        merges.append(True)
-
-    def fail() -> None:
-        if merges:
-            refuse()
-
-    before(a, "get", merge, paths[1])
-    before(a, "listing", fail, records.ERASED, times=2)
-    assert not a.refresh(TIMEOUT_S)
-    assert a.refresh(TIMEOUT_S) and merges
-    assert all_killed(a, keys)
 
 
 def merged_path(number: int) -> str:

@@ -170,30 +170,6 @@ def test_a_record_of_an_absurd_number_stops_nothing(
         store(a, run)
         assert b.refresh(TIMEOUT_S)
         assert all(b.contains(run.keys))
-    else:
-        assert "no number left" in str(a._requests.troubles) or not a.contains(run.keys)[0]
-
-
-def test_a_pin_behind_an_erasure_is_younger(a: BucketEngine, b: BucketEngine) -> None:
-    before(a, "put", refuse, "/erased/")
-    gate = Gate(a, "put", "/erased/")
-    begun = a.erase(Erasure.of(RUN.keys))
-    pinned = a.pin("p", RUN.keys)
-    gate.opened.set()
-    assert not is_true(begun, TIMEOUT_S)
-    assert is_true(pinned, TIMEOUT_S)  # type: ignore[arg-type]
-    assert is_true(a.erase(Erasure(tenant=B)), TIMEOUT_S), "and all that was asked before"
-    assert len(listed(a, records.ERASED)) == 2, "a record was deleted that was written late"
-    for engine in (a, b):
-        assert engine.refresh(TIMEOUT_S, full=True)
-        assert engine.has_pin("p"), "it counts as older than what was erased before"
-
-
-def merged(engine: BucketEngine, *, after_s: float = 3600.0) -> int:
-    """Collect as if it were so much later; how many records are left."""
-    clock = time.time() + after_s
-    Collector(engine._requests, CollectorSettings(), clock=lambda: clock).run_once(N)
-    return len(listed(engine, records.ERASED))
 
 
 def test_records_merged_under_a_reader_are_read(a: BucketEngine, b: BucketEngine) -> None:
@@ -202,14 +178,15 @@ def test_records_merged_under_a_reader_are_read(a: BucketEngine, b: BucketEngine
     for number, key in enumerate(keys):
         what = Erasure.of([key])
         a._requests.put(records.record_path(number + 1, what, N), records.record_data(what))
-    listing, remove = b._requests.listing, a._requests.delete
+    listing, remove, late = b._requests.listing, a._requests.delete, time.time() + 3600.0
+    collector = Collector(a._requests, CollectorSettings(), clock=lambda: late)
 
     def merged_behind(folder: str, *, after: str | None = None) -> Iterator[list[Listed]]:
         yield from listing(folder, after=after)
         if folder == records.ERASED:
             for delete in (lambda _: None, remove):
                 a._requests.delete = delete  # type: ignore[method-assign, assignment]
-                merged(a)
+                collector.run_once(N)
 
     b._requests.listing = merged_behind  # type: ignore[method-assign]
     assert b.refresh(TIMEOUT_S)
@@ -244,13 +221,11 @@ def test_notes_of_pins_go_with_the_pages(make_engine: Any) -> None:
 
 
 @pytest.mark.parametrize("change", ["unpin", "pin"])
-@pytest.mark.parametrize("place", ["memory", "directory"])
 def test_no_erasure_undoes_what_a_pins_owner_did(
-    make_engine: Any, tmp_path: Path, place: str, change: str
+    make_engine: Any, tmp_path: Path, change: str
 ) -> None:
     """Between another's read of the pin and its write of it."""
-    url = f"memory://{tmp_path}" if place == "memory" else tmp_path.as_uri()
-    owner, eraser = make_engine(url=url), make_engine(url=url)
+    owner, eraser = (make_engine(url=tmp_path.as_uri()) for _ in range(2))
     gone, kept, more = (make_run(seed, PAGES) for seed in range(3))
     assert is_true(owner.pin("p", [*gone.keys, *kept.keys]), TIMEOUT_S)  # type: ignore[arg-type]
     get, is_changed = eraser._requests.get, list[bool]()

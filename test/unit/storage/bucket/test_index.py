@@ -34,17 +34,6 @@ def held(table: BucketIndex, *numbers: int) -> list[int]:
     return [n for n, is_held in zip(numbers, table.holds(keys), strict=True) if is_held]
 
 
-def test_of_two_copies_the_later_counts() -> None:
-    table = index()
-    put(table, page(1, 50), 100)
-    put(table, page(1, 40), 60)
-    assert table.is_at(page(1, 50))
-    put(table, page(1, 60), 60)
-    assert table.is_at(page(1, 60)._replace(length=60))
-    assert (table.num_pages, table.stored_bytes) == (1, 60)
-    table.check_integrity()
-
-
 def test_bounds_take_the_oldest_but_no_pinned_page() -> None:
     for bounds in ({"max_pages": 4}, {"capacity_bytes": 400}):
         table = index(**bounds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,23 +20,13 @@ class Panic(BaseException):
     """As the library's own: none of ``Exception``."""
 
 
-@pytest.mark.parametrize("url", ["memory", "directory"])
 @pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
 @pytest.mark.parametrize("name", ["page_checksum", "put", "is_page"])
 def test_an_internal_error_ends_one_job_alone(
-    make_engine: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    url: str,
-    error: BaseException,
-    name: str,
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, name: str
 ) -> None:
-    clock = Clock(100.0)
-    place = {} if url == "memory" else {"url": tmp_path.as_uri()}
-    engine, run = (
-        make_engine(num_connections=1, clocks={"clock": clock}, **place),
-        make_run(1, [99]),
-    )
+    clock, run = Clock(100.0), make_run(1, [99])
+    engine = make_engine(num_connections=1, clocks={"clock": clock})
     assert engine.refresh(TIMEOUT_S)  # or its first pass ends the pause
     if name == "is_page":
         store(engine, run)

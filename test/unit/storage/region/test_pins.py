@@ -11,7 +11,7 @@ import pytest
 from kit.runs import make_run, of
 from kit.tiers import close_whole, load, loads, open_region, store
 from kit.waiting import TIMEOUT_S
-from sglang_tiered.storage.base import NO_TENANT, Reason, Run
+from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, pins, state
 from sglang_tiered.storage.region.pins import PinRefusal
@@ -110,31 +110,23 @@ def test_pages_beyond_todays_regions_stop_no_reclaim(tmp_path: Path, is_pinned: 
     close_whole(engine)
 
 
-def test_too_many_pins_and_keys_are_refused(
+def test_too_many_pins_keys_and_notes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine(tmp_path / "s")
+    few, more = make_run(1, [PAGE] * 6).keys, make_run(2, [PAGE] * 5).keys
     monkeypatch.setattr(state, "MAX_KEYS", 10)
-    pin(engine, "a", make_run(1, [PAGE] * 6).keys)
-    pin(engine, "b", make_run(1, [PAGE] * 6).keys)  # the same pages
-    assert (
-        "pins would name 11 pages, at most 10"
-        in refused(engine, "c", make_run(2, [PAGE] * 5).keys).why
-    )
+    pin(engine, "a", few)
+    pin(engine, "b", few)  # the same pages
+    assert "pins would name 11 pages, at most 10" in refused(engine, "c", more).why
     monkeypatch.setattr(state, "MAX_PINS", 2)
-    assert "2 pins already" in refused(engine, "c", make_run(2, [PAGE]).keys).why
+    assert "2 pins already" in refused(engine, "c", more[:1]).why
     monkeypatch.setattr(pins, "MAX_NOTES_BYTES", 100)
-    pin(engine, "a", make_run(1, [PAGE]).keys, data=b"n" * 90)
-    pin(engine, "a", make_run(1, [PAGE]).keys, data=b"m" * 100)  # in its place
-    assert (
-        "pins would note 101 bytes, at most 100"
-        in refused(engine, "b", make_run(1, [PAGE]).keys, data=b"n").why
-    )
-    assert engine.pin_notes(NO_TENANT) == [("b", b""), ("a", b"m" * 100)]
+    pin(engine, "a", few[:1], data=b"m" * 100)
+    pin(engine, "a", few[:1], data=b"m" * 100)  # in its place
+    assert "pins would note 101 bytes" in refused(engine, "b", few[:1], data=b"n").why
     assert engine.unpin("a").result(TIMEOUT_S)
-    pin(engine, "b", make_run(1, [PAGE]).keys, data=b"n")
-    assert engine.pinned_bytes == engine.pins()[0].physical_bytes
-    pin(engine, "b", make_run(2, [PAGE]).keys)
+    pin(engine, "b", more[:1], data=b"n")
     close_whole(engine)
 
 

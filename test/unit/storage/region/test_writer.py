@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,24 +94,6 @@ def test_no_extent_takes_the_room_of_its_footer(bench: Bench) -> None:
     assert len(bench.files()) == 2
 
 
-def test_stores_that_wait_share_an_extent(bench: Bench) -> None:
-    entered, release = threading.Event(), threading.Event()
-
-    def hold(operation: str) -> None:
-        if operation == "create":
-            entered.set()
-            assert release.wait(TIMEOUT_S)
-
-    bench.device.before = hold
-    jobs = [bench.submit(1)[1]]
-    assert entered.wait(TIMEOUT_S)
-    jobs += [bench.submit(seed)[1] for seed in range(2, 5)]
-    release.set()
-    assert [finished(job) for job in jobs] == [[Reason.OK]] * 4
-    bench.engine.close()
-    assert bench.contents(0).extents["num_pages"].tolist() == [4]
-
-
 def test_a_place_that_keeps_failing_is_abandoned(bench: Bench) -> None:
     assert bench.store(1) == [Reason.OK]
     bench.fail("writev", times=3, error=errno.EIO)
@@ -120,19 +101,6 @@ def test_a_place_that_keeps_failing_is_abandoned(bench: Bench) -> None:
         assert bench.store(seed) == [Reason.IO_ERROR]
     assert bench.store(5) == [Reason.OK]
     assert len(bench.files()) == 2
-
-
-def test_a_full_readonly_disk_fails_only_the_store(bench: Bench) -> None:
-    assert bench.store(1, 12) == [Reason.OK] * 12
-    assert bench.store(2) == [Reason.OK]
-    calls = bench.device.calls
-    bench.device.faults = [
-        Fault(calls.count("writev"), "writev", error=errno.ENOSPC),
-        Fault(calls.count("unlink"), "unlink", 1000, error=errno.EROFS),
-    ]
-    assert bench.store(3) == [Reason.NO_SPACE]
-    assert bench.store(4) == [Reason.OK]
-    assert bench.engine.stats().num_pages == 14
 
 
 @pytest.mark.parametrize(("code", "num_evicted"), [(errno.ENOSPC, 12), (errno.EIO, 0)])
@@ -207,11 +175,3 @@ def test_an_irremovable_region_does_not_wedge_reclaim(
     assert bench.engine.stats().num_regions_stuck == 0
     assert first not in {file.name for file in bench.files()}
     bench.engine.close()
-
-
-def test_closing_removes_a_region_without_pages(bench: Bench) -> None:
-    bench.fail("writev", after=1, error=errno.EIO)
-    assert bench.store(1) == [Reason.IO_ERROR]
-    assert len(bench.files()) == 1
-    bench.engine.close()
-    assert bench.files() == []

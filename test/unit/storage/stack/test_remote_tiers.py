@@ -114,7 +114,6 @@ def test_raising_tier_leaves_no_read_unowned(
 def test_whatever_raises_its_load_ends(
     tiers: Any,
     monkeypatch: pytest.MonkeyPatch,
-    *,
     place: str,
     name: str,
     reason: Reason,

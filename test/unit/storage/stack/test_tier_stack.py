@@ -13,7 +13,7 @@ from kit.faulty import fail_once
 from kit.runs import OTHER_NAMESPACE, blank, make_run, of, page_data, select
 from kit.tiers import load, loads, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.storage.base import Erasure, Health, JobKind, Reason, Tier
+from sglang_tiered.storage.base import Erasure, JobKind, Reason, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.stack import TierStack, promotion
 from sglang_tiered.storage.stack.tiers import StackSettings
@@ -53,9 +53,6 @@ def test_a_page_the_disk_lost_comes_from_below(still: TierStack, tiers: Any) -> 
 def damage(directory: Path, data: bytes) -> None:
     for file in directory.glob("*.kv"):
         file.write_bytes(file.read_bytes().replace(data, bytes([data[0] ^ 1]) + data[1:]))
-
-
-# ---- Promotion ----
 
 
 @pytest.mark.parametrize(
@@ -118,9 +115,6 @@ def test_what_was_read_before_an_erasure_stays_down(
     assert three.nvme.view.contains(run.keys) == [False] * 4
 
 
-# ---- Demotion ----
-
-
 def test_stores_go_down_in_order_under_their_tenant(engine: TierStack, tiers: Any) -> None:
     runs = [of(TENANT, make_run(seed, PAGES)) for seed in range(5)]
     store(engine, *runs)
@@ -173,17 +167,6 @@ def test_nothing_is_copied_while_a_load_runs(still: TierStack, tiers: Any) -> No
     tiers.bucket.release()
     finished(job)
     tiers.until("it never went on", num_demoted=4)
-
-
-def test_an_unreachable_bucket_is_filled_when_it_returns(engine: TierStack, tiers: Any) -> None:
-    tiers.bucket.sick = True
-    run = make_run(1, PAGES)
-    store(engine, run)
-    loads(engine, run)
-    assert engine.stats().health is Health.RUNNING
-    assert engine.stack_stats().demote_backlog == 4
-    tiers.bucket.sick = False
-    tiers.until(num_demoted=4)
 
 
 def test_failed_copies_are_retried_then_dropped(engine: TierStack, tiers: Any) -> None:
@@ -263,15 +246,6 @@ def test_no_copy_of_pages_read_before_an_erasure(
     assert still.stack_stats().num_demotions_gone == left.count(False)
 
 
-def test_nothing_is_copied_before_the_bucket_is_listed(still: TierStack, tiers: Any) -> None:
-    """However long its first listing takes: all that is there would be copied again."""
-    store(still, of(TENANT, make_run(1, PAGES)))
-    assert still.stack_stats().demote_backlog == 4
-    assert still.stack_stats().num_demoted == 0
-    tiers.bucket.known = True
-    tiers.until("it never begins", num_demoted=4)
-
-
 def test_no_copy_into_a_namespace_changed_while_reading(
     still: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,9 +293,6 @@ def test_staging_is_bounded_and_awaited_without_a_lock(
     tiers.until("it never went on", num_demoted=12)
 
 
-# ---- Flush ----
-
-
 def test_flush_goes_first_and_says_what_is_durable(still: TierStack, tiers: Any) -> None:
     run, other = of(TENANT, make_run(1, PAGES)), make_run(2, PAGES)
     store(still, select(run, [0, 1, 2]), other)
@@ -338,6 +309,3 @@ def test_flush_to_an_unreachable_tier_ends_in_time(engine: TierStack, tiers: Any
     assert time.monotonic() - begun < 5
     threading.Timer(0.1, lambda: setattr(tiers.bucket, "sick", False)).start()
     assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
-
-
-# ---- Closing and erasing ----

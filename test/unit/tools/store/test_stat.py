@@ -12,13 +12,12 @@ import pytest
 
 from kit.commands import Cli
 from kit.runs import OTHER_NAMESPACE, make_run
-from kit.stores import REGION, SIZES, flip, keep, keep_again, open_engine, store
+from kit.stores import REGION, SIZES, keep, keep_again, open_engine, store
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.directory import STORE_VERSION, shard_path
 from sglang_tiered.storage.region.files import ERASED_NAME
-from sglang_tiered.storage.region.format import region_name
 from sglang_tiered.storage.region.pins import PinRefusal, file_of
 
 PAYLOAD = 12_288 + 12_000 + 9_000
@@ -65,19 +64,6 @@ def test_a_running_server_is_named_and_undisturbed(cli: Cli, tier: Path, shard: 
     assert f"in use by process {os.getpid()}" in cli("stat", tier).out
     store(engine, make_run(9, [5000]))
     engine.check_integrity()
-
-
-@pytest.mark.parametrize(
-    ("offset", "parts"), [(8, ["header"]), (REGION - 1, ["trailer"]), (9000, [])]
-)
-def test_damage_on_the_way_is_listed(
-    cli: Cli, tier: Path, shard: Path, offset: int, parts: list[str]
-) -> None:
-    """Pages themselves are left to ``verify``."""
-    flip(shard / region_name(1), offset)
-    code, report = stat(cli, tier)
-    assert (code, report["total"]["regions"]["damaged"]) == (len(parts), len(parts))
-    assert [problem["part"] for problem in report["shards"][0]["problems"]] == parts
 
 
 def test_forgotten_pages_and_pins_are_known(cli: Cli, tier: Path, shard: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -270,22 +269,3 @@ def test_a_region_reclaimed_meanwhile_is_no_damage(
     code, report = verify(cli, tier, "--jobs", "1")
     assert (code, report["total"]["regions_gone_meanwhile"]) == (0, 1)
     assert "1 regions were reclaimed" in report["notes"][-1]
-
-
-def test_a_bad_sector_costs_only_its_pages(
-    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bad = 5 * BLOCK_BYTES  # where the second page begins
-    original = FileReader.readv
-
-    def readv(self: FileReader, fd: int, segments: Any, offset: int) -> int:
-        length = sum(segment.nbytes for segment in segments)
-        name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
-        if name == FIRST and offset <= bad < offset + length:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return original(self, fd, segments, offset)
-
-    monkeypatch.setattr(FileReader, "readv", readv)
-    code, report = verify(cli, tier)
-    assert code == 1
-    assert [(p["part"], p["offset"]) for p in report["shards"][0]["problems"]] == [("page", bad)]
