@@ -16,7 +16,6 @@ from kit.runs import make_run
 from kit.stores import REGION, SIZES, flip, open_engine, store
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.region import sync_worker
-from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.files import ERASED_NAME, PIN_PREFIX
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -248,24 +247,3 @@ def test_a_running_servers_open_region_is_no_damage(cli: Cli, tier: Path, shard:
     engine.close()
     code, report = verify(cli, tier)
     assert (code, problems(report)) == (1, [(region_name(7), "header")])
-
-
-@pytest.mark.parametrize("when", ["before", "while"])
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_region_reclaimed_meanwhile_is_no_damage(
-    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, when: str, damaged: bool
-) -> None:
-    if damaged:
-        flip(shard / FIRST, 9000)
-    method = "open" if when == "before" else "readv"
-    original = getattr(FileReader, method)
-
-    def reclaim(self: FileReader, *arguments: Any) -> Any:
-        if when == "while" or arguments == (FIRST,):
-            (shard / FIRST).unlink(missing_ok=True)
-        return original(self, *arguments)
-
-    monkeypatch.setattr(FileReader, method, reclaim)
-    code, report = verify(cli, tier, "--jobs", "1")
-    assert (code, report["total"]["regions_gone_meanwhile"]) == (0, 1)
-    assert "1 regions were reclaimed" in report["notes"][-1]
