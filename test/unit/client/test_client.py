@@ -15,7 +15,6 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 from kit.serving import Quiet, serving
-from server_process import free_port
 from sglang_tiered.client import (
     AsyncTierClient,
     Checkpoint,
@@ -225,20 +224,6 @@ def test_proxy_is_not_asked_for_this_machine(
     for host in ("127.0.0.1", "localhost"):
         call(kind, f"http://{host}:{server.server_port}", "checkpoint", rid="r")
     assert len(server.asked) == 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_silence_names_the_server_and_the_way_out(server: RecordedServer, kind: str) -> None:
-    nobody = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(
-        RequestError, match=f"{nobody}/? cannot be reached .*; start that"
-    ) as caught:
-        call(kind, nobody, "costs")
-    assert caught.value.status is None
-    server.answers = [(200, DURABLE)]
-    server.may_answer.clear()
-    with pytest.raises(RequestError, match=f"{server.url}/? did not answer in time; ask again"):
-        call(kind, server.url, "checkpoint", rid="r", of={"timeout_s": 0.2})
 
 
 @pytest.mark.parametrize("kind", KINDS)

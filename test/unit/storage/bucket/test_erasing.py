@@ -14,7 +14,6 @@ import pytest
 from kit.request_hooks import Gate, before, listed, refuse
 from kit.runs import NAMESPACE, make_run, select
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage import base
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine, names
 from sglang_tiered.storage.bucket import erased as records
@@ -31,25 +30,6 @@ RUN = make_run(1, PAGES)
 
 def store(engine: BucketEngine, run: Run) -> None:
     assert set(finished(engine.submit_store(run))) <= {Reason.OK, Reason.DUPLICATE}
-
-
-def test_many_pages_take_several_records(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several pieces each, and all of them in one object if they are small."""
-    monkeypatch.setattr(base, "RECORD_KEYS", 2)
-    monkeypatch.setattr(base, "PIECE_KEYS", 1)
-    a, b, told = make_engine(), make_engine(), list[Erasure]()
-    b.report_erased(told.extend)
-    store(a, RUN)
-    assert is_true(a.erase(Erasure.of(RUN.keys)), TIMEOUT_S)
-    assert len(listed(a, records.ERASED)) == 1
-    assert listed(a, a._state.layout.pages) == []
-    assert b.refresh(TIMEOUT_S) and a.refresh(TIMEOUT_S, full=True)
-    assert {what.keys for what in told} == {(key,) for key in RUN.keys}
-    assert b.contains(RUN.keys) == [False] * 3
-    for engine in (a, b):
-        store(engine, RUN)
-        assert all(engine.contains(RUN.keys)), "it is erased again"
-    assert make_engine().refresh(TIMEOUT_S) and make_engine(namespace=M).refresh(TIMEOUT_S)
 
 
 def test_closing_ends_erasures_that_go_on(make_engine: Any) -> None:

@@ -11,7 +11,7 @@ from kit.faulty import fail_once
 from kit.runs import blank, make_run
 from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import Erasure, Health, Reason, Run
+from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.bucket import transfers
 from sglang_tiered.storage.promises import is_true
 
@@ -64,15 +64,3 @@ def test_an_owner_that_fails_ends_no_discovery(make_engine: Any) -> None:
     assert finished(a.submit_store(run)) == [Reason.OK]
     assert b.refresh(TIMEOUT_S)
     assert b.contains(run.keys) == [True]
-
-
-def test_erasures_are_finished_after_internal_errors(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    run = Run((b"k" * 32,), (make_run(1, [4096]).pages[0],), b"a" * 16)
-    store(engine, run)
-    fail_once(monkeypatch, engine._requests, "folders", MemoryError())
-    assert not is_true(engine.erase(Erasure(tenant=run.tenant)), TIMEOUT_S)
-    folder = engine._state.layout.pages
-    eventually(lambda: not list(engine._requests.listing(folder)), "it is not tried again")

@@ -46,7 +46,6 @@ LOAD = Load(at_s=0.1, load_s=1.2, num_tokens=4096, num_loaded_tokens=4096, tiers
 COMPUTED = Prefill(at_s=2.0, prefill_s=1.8, num_batches=1, num_tokens=5000)
 ALL = Sources(num_computed=5000)
 COMPUTES: dict[str, Any] = {"tokens": ALL, "prefill": COMPUTED}
-SHORT = msgspec.structs.replace(COMPUTED, prefill_s=0.2)
 
 
 def waits(why: str, at_s: float, wait_s: float) -> tuple[Wait, ...]:
@@ -70,22 +69,16 @@ QUEUED = {"admitted_s": 1.9, "num_ahead": 6}
 LATE = GivenUp(why="late", at_s=0.3, num_tokens=4096)
 BACK: dict[str, Any] = {"admitted_s": 0.1, "waits": waits("back", 0.5, 1.4), "load": LOAD}
 BACK["prefill"] = Prefill(at_s=0.4, prefill_s=0.4, num_batches=2, num_tokens=900)
-LONG = {"admitted_s": 0.2, "first_token_s": 0.3, "total_s": 9.0, "num_output_tokens": 400}
 ABORTED = {"admitted_s": None, "first_token_s": None, "end": "abort", "num_ahead": 1}
 HELD = {"held_load_s": 0.9, "held_prefill_s": 0.4}
 CAUSES: list[tuple[dict[str, Any], str]] = [
     (QUEUED, "1.9 of 2.3 s: waited in the queue behind 6 requests"),
     (LOADS | {"load": LOAD}, "1.2 of 1.4 s: read 96MiB from nvme at 80MiB/s, planned at 400MiB/s"),
     (COMPUTES | {"plan": plan("declined", **HELD)}, "declined: loading was expected to take 0.9 s"),
-    (COMPUTES | {"plan": plan("absent", prefill_all_s=1.7)}, "absent: no tier held them"),
     (COMPUTES | {"load": LOAD, "plan": PLANNED, "given_up": LATE}, "given up after 0.3 s"),
     (COMPUTES | {"plan": PLANNED, "load": load(failed={"corrupt": 3})}, "failed: 3 corrupt"),
-    ({"admitted_s": 2.0, "waits": waits("window", 0.1, 1.5)}, "1.5 of 2.3 s: waited for other"),
-    (LONG, "8.7 of 9.0 s: generated 400 tokens"),
     (ABORTED, "2.3 of 2.3 s: waited in the queue behind 1 request; aborted"),
     (BACK, "1.4 of 2.3 s: waited for its back while its front was computed"),
-    ({"prefill": msgspec.structs.replace(SHORT, others_s=1.9)}, "prefills of other requests"),
-    ({"prefill": SHORT, "num_retractions": 2}, "2.0 of 2.3 s: other work between its batches"),
     (LOADS | {"load": load(num_bytes=0, failed={"io_error": 4})}, "nvme, which gave nothing"),
 ]
 
@@ -116,17 +109,6 @@ def log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Log:
     return Log(tmp_path / "log", capsys)
 
 
-def test_last_request_of_an_id_is_shown(log: Log) -> None:
-    """Clients may use one again, and the file before is older."""
-    log.write(*(record("r", num_output_tokens=number) for number in (2, 3)))
-    log.write(record("r", num_output_tokens=1), record("old"), end=".1")
-    _, out, err = log.said("--rid", "r", "--json")
-    assert json.loads(out)["record"]["num_output_tokens"] == 3
-    assert "3 requests have this id" in err
-    assert log.said("--rid", "old")[0] == 0
-    assert json.loads(log.said("--json")[1])["summary"]["num_requests"] == 4
-
-
 def test_damaged_lines_are_counted_and_skipped(log: Log) -> None:
     other = b'{"v":2,"rid":"later"}\n{"v":2,"rid":"later","end":"stop","num_prompt_tokens":1,'
     other += b'"arrived_unix_s":1.0,"total_s":1.0}\n'
@@ -147,14 +129,9 @@ def test_wrong_file_is_one_sentence(log: Log, make: Any) -> None:
 
 
 def test_nothing_found_is_exit_code_one(log: Log) -> None:
-    log.write()
-    assert log.said()[:2] == (0, "no request was recorded\n")
     log.write(record())
-    assert log.said("--rid", "other")[0] == 1
-    code, _, err = log.said("--slower-than", "1m")
-    assert code == 1 and "none of 1 requests took longer than 60 s" in err
+    assert log.said("--rid", "other")[0] == log.said("--slower-than", "1m")[0] == 1
     assert log.said("--slower-than", "soon")[0] == 2
-    assert log.said("--slower-than", "1", "--rid", "r")[0] == 2
 
 
 def test_control_characters_do_not_reach_terminals(log: Log) -> None:

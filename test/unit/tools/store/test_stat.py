@@ -12,11 +12,11 @@ import pytest
 
 from kit.commands import Cli
 from kit.runs import OTHER_NAMESPACE, make_run
-from kit.stores import REGION, SIZES, keep, keep_again, open_engine, store
+from kit.stores import REGION, SIZES, keep, open_engine, store
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileReader
-from sglang_tiered.storage.region.directory import STORE_VERSION, shard_path
+from sglang_tiered.storage.region.directory import STORE_VERSION
 from sglang_tiered.storage.region.files import ERASED_NAME
 from sglang_tiered.storage.region.pins import PinRefusal, file_of
 
@@ -42,17 +42,6 @@ def test_the_figures_are_those_of_the_store(cli: Cli, tier: Path, shard: Path) -
         {"namespace": "22" * 32, "pages": 2, "payload_bytes": 10_000} | untold,
     ]
     assert report["shards"][0]["checkpoint"] == {"present": True, "valid": True, "num_regions": 4}
-
-
-def test_several_shards_are_added_up(cli: Cli, tier: Path, shard: Path) -> None:
-    keep(open_engine(shard_path(tier, "tp1of1-pp0of1-dp0-0")), make_run(0, SIZES))
-    _, report = stat(cli, tier)
-    assert [shard["pages"] for shard in report["shards"]] == [9, 3]
-    # Ranks hold different bytes under the same keys: nothing is superseded.
-    assert (report["total"]["pages"], report["total"]["superseded_pages"]) == (12, 0)
-    keep_again(open_engine(shard), 0)
-    _, report = stat(cli, tier)
-    assert (report["total"]["pages"], report["total"]["superseded_pages"]) == (15, 3)
 
 
 def test_a_running_server_is_named_and_undisturbed(cli: Cli, tier: Path, shard: Path) -> None:
