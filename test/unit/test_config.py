@@ -35,11 +35,7 @@ def make_config(**changes: object) -> TieredConfig:
     return TieredConfig(**{**settings, **changes})  # type: ignore[arg-type]
 
 
-INDEX = PeerConfig(
-    servers="a:1", url="redis://me:pass@word@192.0.2.1:6379/2", host="0.0.0.0", port=4000
-)
-
-
+INDEX = PeerConfig(servers="a:1", url="redis://me:pass@word@192.0.2.1:6379/2", port=4000)
 DAILY_BUCKET = bucket(capacity_bytes=GiB, ttl_s=86400.0, writes_per_day=GiB, requests_per_day=1000)
 
 

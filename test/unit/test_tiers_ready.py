@@ -104,9 +104,7 @@ def look(server: Answers, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]
         (404, 404, 404, "/"),  # something else listens there
         (503, 200, costs(ONE), "starting, paused or ending (/ready answers 503)"),
         (200, 200, costs(""), f"{OPENING}: weights are read"),
-        (200, 200, costs(ONE, num_ranks=2), OPENING),
         (200, 200, costs(ONE, "", num_ranks=2), OPENING),
-        (200, 200, costs(ONE, ONE, num_ranks=4, num_local_ranks=3), OPENING),
         (200, 200, costs(ONE, draining=True), "about to end"),
         (200, 200, 503, "no scheduler has told of its tiers yet"),
     ],

@@ -13,14 +13,13 @@ from kit.runs import make_run
 from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S
 from sglang_tiered.errors import StoreError
-from sglang_tiered.storage.bucket.directory import Directory
 from sglang_tiered.storage.filesystem import replace_file
 from sglang_tiered.storage.region.directory import DirectoryState, prepare
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
 def test_tiers_work_without_syncs_of_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """SMB, 9p and drvfs answer EINVAL. Any other error is one."""
     real, works = os.fsync, code != errno.EIO
@@ -36,19 +35,11 @@ def test_tiers_work_without_syncs_of_names(
     for _ in range(2):
         assert engine.flush(TIMEOUT_S) is works
     engine.close()
-    assert caplog.text.count("cannot make names durable") == works
-    directory = Directory(tmp_path / "bucket")
     if works:
         assert prepare(tmp_path / "tier") is DirectoryState.ABSENT
-        assert prepare(tmp_path / "tier") is DirectoryState.OURS
-        for name in ("one", "two"):
-            directory.write(f"a/b/{name}", b"x")
     else:
         with pytest.raises(StoreError, match="is not writable"):
             prepare(tmp_path / "tier")
-        with pytest.raises(OSError, match="Input/output"):
-            directory.write("a/b/one", b"x")
-    assert caplog.text.count("cannot make names durable") == 2 * works
 
 
 def test_a_file_is_replaced_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

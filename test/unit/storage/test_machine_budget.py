@@ -63,15 +63,6 @@ def test_one_is_live_until_it_lets_go(tmp_path: Path) -> None:
     assert record_of(b, again).cap_bytes == 450
 
 
-def test_a_store_whose_shard_is_gone_is_forgotten(tmp_path: Path) -> None:
-    a, b = joined(tmp_path, "a", floor=900), joined(tmp_path, "b")
-    with pytest.raises(ConfigError, match="--tier-nvme-floor 200 does not fit"):
-        member(tmp_path, "c", floor=200).join()
-    a.leave()
-    (tmp_path / "a").rmdir()
-    assert joined(tmp_path, "c", floor=200) and b
-
-
 def test_another_total_is_refused_while_one_lives(tmp_path: Path) -> None:
     a = joined(tmp_path, "a")
     with pytest.raises(ConfigError, match="another total than the 1000 bytes"):

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.bucket.erased import record_path
-from sglang_tiered.storage.bucket.names import Layout, PageName, namespace_of, parse_page
+from sglang_tiered.storage.bucket.names import Layout, PageName, parse_page
 
 LAYOUT = Layout(b"\x11" * 32)
 PAGE = PageName(b"\xa1" * 32, b"\x22" * 16, 8 << 20, 7, 1_700_000_000, 0xDEADBEEF)
@@ -29,12 +29,6 @@ def test_a_name_that_is_not_ours_is_nothing(old: str, new: str) -> None:
     assert old in path
     assert parse_page(path.replace(old, new)) is None
     assert parse_page(path + "#1") is None
-
-
-def test_namespaces_are_told_from_other_folders() -> None:
-    assert namespace_of(LAYOUT.folder) == LAYOUT.namespace
-    for other in ("v2/erased", "v1/" + "11" * 32, "v2/" + "1" * 63, "v2"):
-        assert namespace_of(other) is None
 
 
 def test_names_are_those_of_version_2() -> None:

@@ -42,6 +42,11 @@ SIZES: dict[str, Any] = {"capacity_bytes": 4 * REGION, "region_bytes": REGION}
 
 
 @pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
 def gated(tmp_path: Path, gate: Gate) -> Iterator[RegionEngine]:
     device = FaultyDevice(FileDevice(tmp_path), before=gate)
     engine = open_region(tmp_path, device=device, max_queued_store_bytes=20_000, **SIZES)
@@ -86,21 +91,13 @@ def test_a_store_of_the_old_namespace_stays_invisible(
     reopened.close()
 
 
-@pytest.fixture
-def gate() -> Gate:
-    return Gate()
+WRONG: list[dict[str, Any]] = [
+    *({"namespace": b"short"}, {"region_bytes": 5000}, {"region_bytes": 4096}),
+    *({"capacity_bytes": REGION - 1}, {"num_threads": 1}),
+]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"namespace": b"short"},
-        {"region_bytes": 5000},
-        {"region_bytes": 4096},
-        {"capacity_bytes": REGION - 1},
-        {"num_threads": 1},
-    ],
-)
+@pytest.mark.parametrize("wrong", WRONG)
 def test_sizes_that_cannot_work(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"region_bytes|namespace|num_threads"):
         open_region(tmp_path / "s", **(SIZES | wrong))

@@ -12,7 +12,6 @@ from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.messages import Open
 from sglang_tiered.transfer.prefill.send_queue import (
     SMALL_SLAB_BYTES,
-    TARGET_SLAB_BYTES,
     Chunk,
     Parcel,
     SendQueue,
@@ -119,19 +118,3 @@ def test_encoded_slab_is_no_buffer_for_the_next(queue: SendQueue) -> None:
     queue.confirm(slab.key, 0.0)
     held = [queue.buffers.borrow_buffer(1) for _ in range(3)]
     assert all(buffer.flags.writeable for buffer in held)
-
-
-def test_short_slabs_do_not_hold_long_buffers() -> None:
-    """And what is idle is bounded, whatever its sizes."""
-    buffers = SlabBuffers(lambda size: np.empty(size, np.uint8), 2 * TARGET_SLAB_BYTES)
-    sizes = [1, SMALL_SLAB_BYTES, SMALL_SLAB_BYTES + 1, TARGET_SLAB_BYTES, TARGET_SLAB_BYTES + 1]
-    held = [buffers.borrow_buffer(size) for size in sizes * 4]
-    short, long = SMALL_SLAB_BYTES, TARGET_SLAB_BYTES
-    assert [buffer.nbytes for buffer in held[:5]] == [short, short, long, long, long + 1]
-    for buffer in held:
-        buffers.return_buffer(buffer)
-    again = [buffers.borrow_buffer(size) for size in sizes * 4]
-    kept = {id(buffer) for buffer in held} & {id(buffer) for buffer in again}
-    reused = [buffer.nbytes for buffer in held if id(buffer) in kept]
-    assert 0 < sum(reused) <= 2 * TARGET_SLAB_BYTES
-    assert set(reused) == {short, long}
