@@ -36,16 +36,6 @@ def test_largest_request_fits_the_frame_bound() -> None:
     assert len(encode(fetch)) < MAX_CLIENT_FRAME_BYTES
 
 
-@pytest.mark.parametrize(
-    ("frame", "said"),
-    [(b"sgt-pages/1", "version 1"), (b"sgt-kv/2", "does not speak"), (b"", "does not speak")],
-)
-def test_another_version_is_named(frame: bytes, said: str) -> None:
-    for decode in (messages.decode_from_client, messages.decode_from_server):
-        with pytest.raises(TransferError, match=said):
-            decode([frame, encode(messages.Busy(1))])
-
-
 def test_the_worked_bytes_of_the_checksum() -> None:
     """XXH3-64 over namespace, key and bytes: whoever speaks the protocol gets the same number."""
     assert page_checksum(b"n" * 32, b"k" * 32, [b"pa", b"", b"ge"]) == 0x8D8E221F6F8F2683

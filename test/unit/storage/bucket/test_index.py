@@ -34,16 +34,6 @@ def held(table: BucketIndex, *numbers: int) -> list[int]:
     return [n for n, is_held in zip(numbers, table.holds(keys), strict=True) if is_held]
 
 
-def test_bounds_take_the_oldest_but_no_pinned_page() -> None:
-    for bounds in ({"max_pages": 4}, {"capacity_bytes": 400}):
-        table = index(**bounds)
-        for number in (999, *range(10)):
-            put(table, page(number), 100)
-        assert held(table, 999, *range(10)) == [999, 7, 8, 9]
-        assert table.num_pages_evicted == 7
-        table.check_integrity()
-
-
 def test_a_sweep_takes_what_no_listing_showed() -> None:
     """Not what was put since it began, in whatever way, nor what an earlier one that failed saw."""
     table = index()

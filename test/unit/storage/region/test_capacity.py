@@ -11,7 +11,7 @@ from kit.faulty import FaultyDevice
 from kit.runs import make_run, of
 from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.storage.base import NO_TENANT, Erasure, Run
+from sglang_tiered.storage.base import NO_TENANT, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.pins import PinRefusal
@@ -113,17 +113,6 @@ def test_a_shrink_ends_at_pinned_regions(engine: RegionEngine) -> None:
     eventually(lambda: engine.capacity.room().keeps_bytes == REGION, "it could give more now")
     shrink(engine, 2)
     assert engine.stats().capacity_bytes == 2 * REGION
-
-
-def test_an_erasure_amid_a_shrink_is_durable(opens: Open) -> None:
-    engine = opens()
-    runs = fill(engine, range(11))
-    engine.capacity.set(5 * REGION)
-    assert is_true(engine.erase(Erasure(runs[10].keys)), TIMEOUT_S)
-    eventually(lambda: not engine.capacity.room().is_shrinking, "it shrinks")
-    again = opens(5)
-    assert again.lookup(runs[10].keys).num_hits == 0
-    assert held(again, runs[8:10]) == [0, 1]
 
 
 @pytest.fixture

@@ -37,15 +37,6 @@ def test_every_stored_page_has_its_line(cli: Cli, tier: Path, shard: Path) -> No
         assert stored == b"".join(run.pages[index])
 
 
-def test_damage_is_told_and_the_rest_listed(cli: Cli, tier: Path, shard: Path) -> None:
-    flip(shard / region_name(1), 8)
-    outcome = cli("dump", tier)
-    assert outcome.code == 1
-    assert len(outcome.out.splitlines()) == 1 + 6
-    assert region_name(1) in outcome.err
-    assert "header at 0 (4096 bytes) does not verify" in outcome.err
-
-
 Extract = Callable[..., Any]
 PAGE = make_run(2, SIZES)
 KEY, DATA = PAGE.keys[1].hex(), b"".join(PAGE.pages[1])
