@@ -13,7 +13,6 @@ import pytest
 from sglang_tiered.config import GiB, MiB
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import (
-    DIRECTORY,
     ON_OFF,
     Flag,
     add_arguments,
@@ -98,11 +97,3 @@ def test_a_refusal_does_not_show_a_secret() -> None:
     with pytest.raises(ConfigError, match=r"^--url URL is wrong here\.$"):
         refuse_given({"url": "redis://:hunter2@host"}, flags, "is wrong here")
     refuse_given({"max_share": None, "other": "2"}, flags, "is wrong here")
-
-
-def test_a_directory_is_absolute_wherever_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/house")
-    assert DIRECTORY.parse("--dir", "~/kv") == "/house/kv"
-    assert DIRECTORY.parse("--dir", "kv").startswith("/")
-    with pytest.raises(ConfigError, match="--dir is empty"):
-        DIRECTORY.parse("--dir", "")

@@ -23,7 +23,6 @@ from sglang_tiered.client.generation import (
 KINDS = ("sync", "async")
 PROMPT = [7, 8, 9]
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
-REFUSED = (400, {"error": {"message": "input is too long"}})
 
 
 def following(ids: list[int], num_new: int) -> list[int]:
@@ -178,14 +177,6 @@ def test_answers_judged_whole_do_not_go_on(server: Generator, name: str) -> None
         generate("sync", server.url, sampling)
     assert len(server.asked) == 1
     assert ids_of(generate("sync", server.url, sampling)) == following(PROMPT, 12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_refusals_are_not_repeated(server: Generator, kind: str) -> None:
-    server.lives += [REFUSED]
-    with pytest.raises(RequestError, match="answered 400.*input is too long"):
-        generate(kind, server.url, GREEDY)
-    assert len(server.asked) == 1
 
 
 def test_aborted_answers_of_a_draining_server_go_on(server: Generator) -> None:

@@ -12,13 +12,10 @@ import pytest
 
 from kit.commands import Cli
 from kit.runs import OTHER_NAMESPACE, make_run
-from kit.stores import REGION, SIZES, keep, open_engine, store
-from sglang_tiered.storage.base import Erasure
-from sglang_tiered.storage.promises import is_true
+from kit.stores import REGION, keep, open_engine, store
 from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.directory import STORE_VERSION
 from sglang_tiered.storage.region.files import ERASED_NAME
-from sglang_tiered.storage.region.pins import PinRefusal, file_of
 
 PAYLOAD = 12_288 + 12_000 + 9_000
 
@@ -53,27 +50,6 @@ def test_a_running_server_is_named_and_undisturbed(cli: Cli, tier: Path, shard: 
     assert f"in use by process {os.getpid()}" in cli("stat", tier).out
     store(engine, make_run(9, [5000]))
     engine.check_integrity()
-
-
-def test_forgotten_pages_and_pins_are_known(cli: Cli, tier: Path, shard: Path) -> None:
-    engine = open_engine(shard)
-    gone, kept = make_run(50, SIZES), make_run(51, SIZES[:2])
-    for run in (gone, kept):
-        store(engine, run)
-    before = stat(cli, tier)[1]["shards"][0]["purged_pages"]
-    assert is_true(engine.erase(Erasure.of(gone.keys[:2])), 20.0)
-    for name in ("a", "b"):
-        made = engine.pin(name, kept.keys)
-        assert not isinstance(made, PinRefusal)
-        assert is_true(made, 20.0)
-    engine.close()
-    code, report = stat(cli, tier)
-    assert (code, report["shards"][0]["purged_pages"]) == (0, before + 2)
-    pins = {"valid": 2, "pages": 2, "damaged": 0, "newer": 0, "unread": 0}
-    assert report["shards"][0]["pins"] == pins
-    (shard / file_of("b")).write_bytes(b"x")
-    assert "1 pins do not verify" in cli("stat", tier).out
-    assert file_of("b") in os.listdir(shard), "looking changes nothing"
 
 
 @pytest.mark.parametrize("command", ["stat", "verify"])
