@@ -1,4 +1,4 @@
-"""``sglang-tiered`` lists the commands that there are, at once, and starts each."""
+"""``sglang-tiered`` lists the commands that there are."""
 
 from __future__ import annotations
 

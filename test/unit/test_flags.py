@@ -1,4 +1,4 @@
-"""A flag is declared once: its text becomes a value or one sentence, and its help a row."""
+"""A flag is declared once: its text becomes a value or one sentence."""
 
 from __future__ import annotations
 

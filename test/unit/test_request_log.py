@@ -1,4 +1,4 @@
-"""The file of ``--tier-log-requests`` is its owner's alone, and refused before a model loads."""
+"""The file of ``--tier-log-requests`` is its owner's alone, and no other kind of file."""
 
 from __future__ import annotations
 

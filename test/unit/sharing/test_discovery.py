@@ -1,4 +1,4 @@
-"""Where other servers are: what is written, what resolves, and what does not."""
+"""Where other servers are: what names none, and what does not resolve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many that wait for one thing do not come back at once, and a cause is told once."""
+"""Who waits for one thing comes back ever later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filesystems that do not offer every call, and those that are memory."""
+"""Filesystems that do not offer every call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records of servers that share NVMe: damage, loss, other terms, and what lies beside them."""
+"""The records of servers that share NVMe: damage, loss, and other terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README says of the messages is what they are; versions and reasons."""
+"""What the README says of the messages is what they are, and each field is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page protocol takes for a message, how fetches are cut, and which addresses are ours."""
+"""What the page protocol takes for a message, and which addresses are ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine: what it writes, deadlines, budgets, and what a bucket that fails does."""
+"""One engine: what it writes, its budgets, and namespaces that change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of erasures: what they say of a page, and how they are read and merged."""
+"""Records of erasures: what they say of a page, damaged ones too."""
 
 from __future__ import annotations
 

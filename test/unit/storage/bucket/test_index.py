@@ -1,4 +1,4 @@
-"""The index forgets the oldest first, and keeps its books."""
+"""The index keeps its books, whatever goes."""
 
 from __future__ import annotations
 

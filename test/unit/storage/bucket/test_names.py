@@ -1,4 +1,4 @@
-"""What names say comes back, and what is foreign is nothing."""
+"""Names are those of the format, and what is foreign is nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A capacity that changes while the store is open: beside pins, loads, erasures and shares."""
+"""A capacity that changes while the store is open, beside pins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pins keep, what they cost, and where they end."""
+"""What pins keep, and where they end."""
 
 from __future__ import annotations
 

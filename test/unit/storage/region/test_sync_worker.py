@@ -1,4 +1,4 @@
-"""The syncer thread outlives unforeseen exceptions, and makes up for what they cost."""
+"""The syncer thread outlives an unforeseen exception, and makes up for what it cost."""
 
 from __future__ import annotations
 

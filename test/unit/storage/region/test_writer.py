@@ -1,4 +1,4 @@
-"""Placing, failing, rolling and sealing, seen in the files."""
+"""Placing, failing and rolling, seen in the files."""
 
 from __future__ import annotations
 

@@ -191,6 +191,21 @@ def test_what_the_bucket_rejects_is_no_try(tiers: Any) -> None:
     tiers.until("it was dropped", num_demoted=4)
 
 
+def test_nothing_is_read_that_the_bucket_takes_not(tiers: Any) -> None:
+    """What failed too often until it takes stores again, a walk finds."""
+    tiers.bucket.refuse = Reason.IO_ERROR
+    engine = tiers.open(StackSettings(retry_s=0.0, max_tries=1))
+    store(engine, make_run(1, PAGES))
+    tiers.until(num_demotions_dropped=4)
+    tiers.bucket.takes_stores, tiers.bucket.refuse = False, None
+    num_looks, num_read = tiers.bucket.num_looks, engine.nvme.stats().num_pages_copied
+    store(engine, make_run(2, PAGES))
+    eventually(lambda: tiers.bucket.num_looks > num_looks + 2)
+    assert engine.nvme.stats().num_pages_copied == num_read
+    tiers.bucket.takes_stores = True
+    tiers.until("what was dropped is lost", num_demoted=8)
+
+
 def test_internal_errors_cost_no_copy(
     engine: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

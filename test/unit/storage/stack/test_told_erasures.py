@@ -1,4 +1,4 @@
-"""What other servers erased: applied once, by pieces, across restarts."""
+"""What other servers erased: applied once, by pieces."""
 
 from __future__ import annotations
 

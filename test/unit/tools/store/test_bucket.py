@@ -1,4 +1,4 @@
-"""``stat``, ``verify`` and ``gc`` of a URL, over a directory and over a real S3 API."""
+"""``stat``, ``verify`` and ``gc`` of a URL."""
 
 from __future__ import annotations
 

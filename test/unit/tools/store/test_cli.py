@@ -1,4 +1,4 @@
-"""The command line: help, one sentence for what cannot work, and each command as a process."""
+"""Looking changes nothing, and commands no terminal."""
 
 from __future__ import annotations
 

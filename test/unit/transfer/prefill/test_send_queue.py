@@ -1,4 +1,4 @@
-"""The queue to one decode rank: credit, resends and what a room leaves behind; no sockets."""
+"""The queue to one decode rank: credit, and what a room leaves behind; no sockets."""
 
 from __future__ import annotations
 
