@@ -226,25 +226,6 @@ def test_proxy_is_not_asked_for_this_machine(
     assert len(server.asked) == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"rid": "r", "ttl": float("nan")},
-        {"text": "\ud800"},
-        {"text": b"t"},
-        {"input_ids": "12"},
-    ],
-)
-def test_unsendable_call_is_refused_unsent(
-    server: RecordedServer, kind: str, body: dict[str, Any]
-) -> None:
-    with pytest.raises(RequestError) as caught:
-        call(kind, server.url, "pin", **body)
-    assert caught.value.status is None and "\n" not in str(caught.value)
-    assert not server.asked
-
-
 def test_client_imports_neither_torch_nor_sglang() -> None:
     program = (
         "import sys, sglang_tiered.client;"

@@ -123,6 +123,26 @@ def test_bytes_never_written_do_not_decode(name: str, place: int, value: int) ->
         codec.decode(memoryview(data), (back,))
 
 
+AXES = {  # in memory, of: K or V, layer, token, head, channel
+    "page_first": (0, 2, 1, 3, 4),
+    "page_head": (0, 3, 2, 1, 4),
+    "layer_first": (1, 0, 2, 3, 4),
+}
+
+
+@pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
+@pytest.mark.parametrize("order", AXES)
+def test_order_of_axes_changes_no_number(name: str, order: str) -> None:
+    lengths = {"num_layers": 3, "page_size": 32, "num_heads": 2, "head_dim": 24}
+    places = torch.arange(2 * 3 * 32 * 2 * 24).reshape(2, 3, 32, 2, 24)
+    numbers = torch.randn(places.numel(), generator=torch.Generator().manual_seed(5))
+    numbers *= torch.exp2(places.reshape(-1) % 24 % 7)
+    direct = through(make_codec(name, PageLayout.kv(dtype="float32", **lengths)), numbers)
+    other = make_codec(name, PageLayout.kv(dtype="float32", **lengths, order=order))
+    moved = places.permute(AXES[order]).reshape(-1)
+    assert torch.equal(through(other, numbers[moved]), direct[moved])
+
+
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
 @pytest.mark.parametrize("order", ["page_first_direct", "page_first", "layer_first"])
 def test_latent_page_is_quantized(name: str, order: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kit.faulty import FaultyDevice
 from kit.runs import make_run, of
-from kit.tiers import open_region, store
+from kit.tiers import load, open_region, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import NO_TENANT, Run
 from sglang_tiered.storage.promises import is_true
@@ -138,3 +138,25 @@ def test_a_pin_amid_an_eviction_keeps_room(opens: Open, device: FaultyDevice) ->
     for number in range(100, 104):
         finished(engine.submit_store(run_of(number)))
     assert engine.lookup(keys).num_hits == len(keys)
+
+
+def test_saved_pages_are_written_amid_a_shrink(
+    opens: Open, device: FaultyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not held in memory, a tenth of all that goes, until it ends."""
+    monkeypatch.setattr("sglang_tiered.storage.region.store_worker._MAX_WRITING_BYTES", 8 * PAGE)
+    written = []  # of what was saved, whenever a region goes
+    engine = opens(40, device=device)
+    for run in fill(engine, range(38)):
+        load(engine, run)
+
+    def note(operation: str) -> None:
+        if operation == "unlink":
+            written.append(engine.stats().num_pages_reinserted)
+
+    device.before = note
+    shrink(engine, 4)
+    assert drained(engine, TIMEOUT_S)
+    assert len(written) >= 34
+    waiting = [6 * index - pages for index, pages in enumerate(written[:30])]
+    assert max(waiting) < PER_REGION // 2

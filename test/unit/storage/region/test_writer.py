@@ -43,9 +43,9 @@ class Bench:
             clock=lambda: self.now,
         )
 
-    def fail(self, operation: Any, times: int = 1, **kind: int) -> None:
-        """The next operations of that kind."""
-        at = self.device.calls.count(operation)
+    def fail(self, operation: Any, times: int = 1, after: int = 0, **kind: int) -> None:
+        """The next operations of that kind, after ``after`` good ones."""
+        at = self.device.calls.count(operation) + after
         self.device.faults = [Fault(at, operation, times, **kind)]
 
     def submit(self, seed: int, count: int = 1) -> tuple[Run, Job]:
@@ -97,6 +97,19 @@ def test_a_place_that_keeps_failing_is_abandoned(bench: Bench) -> None:
     assert len(bench.files()) == 2
 
 
+def test_a_full_readonly_disk_fails_only_the_store(bench: Bench) -> None:
+    assert bench.store(1, 12) == [Reason.OK] * 12
+    assert bench.store(2) == [Reason.OK]
+    calls = bench.device.calls
+    bench.device.faults = [
+        Fault(calls.count("writev"), "writev", error=errno.ENOSPC),
+        Fault(calls.count("unlink"), "unlink", 1000, error=errno.EROFS),
+    ]
+    assert bench.store(3) == [Reason.NO_SPACE]
+    assert bench.store(4) == [Reason.OK]
+    assert bench.engine.stats().num_pages == 14
+
+
 @pytest.mark.parametrize(("code", "num_evicted"), [(errno.ENOSPC, 12), (errno.EIO, 0)])
 def test_full_disk_gives_a_region_for_an_erasure(bench: Bench, code: int, num_evicted: int) -> None:
     """What is not on disk comes back with the next start. Other errors cost no page."""
@@ -125,6 +138,14 @@ def test_an_irremovable_file_keeps_its_room(bench: Bench) -> None:
         assert bench.store(seed, 12) == [Reason.OK] * 12
     assert region_name(0) not in {file.name for file in bench.files()}, "it goes before all others"
     assert bench.engine.stats().num_pages_evicted == 0
+
+
+def test_closing_removes_a_region_without_pages(bench: Bench) -> None:
+    bench.fail("writev", after=1, error=errno.EIO)
+    assert bench.store(1) == [Reason.IO_ERROR]
+    assert len(bench.files()) == 1
+    bench.engine.close()
+    assert bench.files() == []
 
 
 class StickyDevice(FaultyDevice):

@@ -223,6 +223,20 @@ def test_a_scan_finds_what_a_full_queue_refused(tiers: Any) -> None:
     tiers.until("what was refused was lost", num_demoted=40)
 
 
+def test_a_purge_during_a_copy_leaves_no_pages(engine: TierStack, tiers: Any) -> None:
+    for turn in range(8):
+        runs = [of(TENANT, make_run(100 * turn + i, PAGES)) for i in range(4)]
+        jobs = [engine.submit_store(run) for run in runs]
+        for job in jobs[:2]:
+            finished(job)
+        assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
+        for job in jobs:
+            finished(job)
+        assert [engine.lookup(run.keys).num_hits for run in runs] == [0] * 4
+        engine.flush_to_bucket([key for run in runs for key in run.keys], 0.05)
+        assert not any(tiers.bucket.contains([key for run in runs for key in run.keys]))
+
+
 @pytest.mark.parametrize("takes_all", [True, False])
 def test_no_copy_of_pages_read_before_an_erasure(
     still: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch, takes_all: bool
@@ -244,6 +258,14 @@ def test_no_copy_of_pages_read_before_an_erasure(
     left = [not takes_all and page != 1 for page in range(4)]
     assert still.contains(run.keys) == tiers.bucket.contains(run.keys) == left
     assert still.stack_stats().num_demotions_gone == left.count(False)
+
+
+def test_a_new_namespace_is_not_copied_down(engine: TierStack) -> None:
+    engine.set_namespace(OTHER_NAMESPACE)
+    run = make_run(1, PAGES)
+    store(engine, run)
+    assert engine.stack_stats().demote_backlog == 0
+    assert engine.lookup(run.keys).num_hits == 4
 
 
 def test_no_copy_into_a_namespace_changed_while_reading(

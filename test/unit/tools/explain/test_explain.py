@@ -113,12 +113,6 @@ def test_wrong_file_is_one_sentence(log: Log, make: Any) -> None:
     assert log.said().refusal
 
 
-def test_nothing_found_is_exit_code_one(log: Log) -> None:
-    log.write(record())
-    assert log.said("--rid", "other")[0] == log.said("--slower-than", "1m")[0] == 1
-    assert log.said("--slower-than", "soon")[0] == 2
-
-
 def test_control_characters_do_not_reach_terminals(log: Log) -> None:
     log.write(record("\x1b[2Jr"))
     for more in ((), ("--rid", "\x1b[2Jr")):

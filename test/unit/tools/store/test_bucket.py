@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,25 +106,6 @@ def test_gc_plans_and_deletes_only_when_told_to(cli: Cli, url: str, tmp_path: Pa
     assert "4 could go" in cli("gc", url, *limit).out
     assert "deleted 4" in cli("gc", url, *limit, "--delete").out
     assert len(list((tmp_path / "bucket").rglob("pages/*/*"))) == 4
-
-
-def test_gc_by_age_of_old_namespaces(cli: Cli, url: str, tmp_path: Path) -> None:
-    fill(url, 1)
-    fill(url, 2, namespace=OTHER)
-    root = tmp_path / "bucket"
-    (root / "v2" / NAMESPACE.hex() / "collected").touch()
-    for file in (root / "v2" / OTHER.hex()).rglob("*"):
-        os.utime(file, (1e9, 1e9))
-    assert answer(cli, "gc", url, "--delete")["deleted"]
-    left = [path for path in root.rglob("*") if path.is_file()]
-    assert len(left) == 6
-    assert all(NAMESPACE.hex() in str(path) for path in left)
-    for file in root.rglob("*"):
-        os.utime(file, (1e9, 1e9))
-    assert answer(cli, "gc", url, "--delete")["deleted"]
-    assert len(list(root.rglob("pages/*/*"))) == 4, "the namespace that was used last goes"
-    answer(cli, "gc", url, "--ttl", "30d", "--delete")
-    assert not list(root.rglob("pages/*/*"))
 
 
 WRONG: list[tuple[tuple[str, ...], str]] = [

@@ -12,7 +12,7 @@ import pytest
 
 from kit.commands import Cli
 from kit.runs import OTHER_NAMESPACE, make_run
-from kit.stores import REGION, keep, open_engine, store
+from kit.stores import REGION, keep, open_engine
 from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.directory import STORE_VERSION
 from sglang_tiered.storage.region.files import ERASED_NAME
@@ -39,17 +39,6 @@ def test_the_figures_are_those_of_the_store(cli: Cli, tier: Path, shard: Path) -
         {"namespace": "22" * 32, "pages": 2, "payload_bytes": 10_000} | untold,
     ]
     assert report["shards"][0]["checkpoint"] == {"present": True, "valid": True, "num_regions": 4}
-
-
-def test_a_running_server_is_named_and_undisturbed(cli: Cli, tier: Path, shard: Path) -> None:
-    engine = open_engine(shard)
-    store(engine, make_run(8, [5000]))
-    code, report = stat(cli, tier)
-    assert (code, report["total"]["regions"]["open"], report["total"]["pages"]) == (0, 1, 10)
-    assert report["shards"][0]["lock"] == {"held": True, "pid": os.getpid()}
-    assert f"in use by process {os.getpid()}" in cli("stat", tier).out
-    store(engine, make_run(9, [5000]))
-    engine.check_integrity()
 
 
 @pytest.mark.parametrize("command", ["stat", "verify"])

@@ -44,13 +44,22 @@ def problems(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [(p["file"], p["part"]) for shard in report["shards"] for p in shard["problems"]]
 
 
-def test_an_intact_store_is_fine(cli: Cli, tier: Path) -> None:
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_an_intact_store_is_fine(
+    cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch, is_direct: bool
+) -> None:
+    """It leaves nothing in memory that others need."""
+    dropped: list[int] = []
+    if not is_direct:
+        monkeypatch.setattr("sglang_tiered.storage.region.device._DIRECT", 0)
+        monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments[3]))
     code, report = verify(cli, tier)
     assert (code, report["ok"], problems(report)) == (0, True, [])
     total = report["total"]
     assert (total["regions"], total["extents"], total["pages"]) == (3, 3, 9)
     assert total["payload_bytes"] == 3 * (12_288 + 12_000 + 9_000)
     assert "fine: all 9 pages verify" in cli("verify", tier).out
+    assert is_direct or set(dropped) == {os.POSIX_FADV_DONTNEED}
 
 
 @pytest.mark.parametrize(
