@@ -13,7 +13,6 @@ from sglang_tiered.config import (
     NvmeConfig,
     TieredConfig,
     TierMode,
-    default_region_bytes,
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import values_of
@@ -92,22 +91,6 @@ def test_impossible_settings_are_one_sentence(make: Callable[[], object], senten
     with pytest.raises(ConfigError, match=sentence) as refused:
         make()
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("room", "bounds", "region"),
-    [
-        (256 * GiB, {}, 256 * MiB),
-        (256 * MiB, {}, 32 * MiB),  # several to evict by
-        (16 * 1024 * GiB, {"capacity_bytes": 16 * 1024 * GiB, "max_regions": 1 << 20}, 4 * GiB),
-        (256 * GiB, {"capacity_bytes": 256 * GiB, "max_regions": 512}, 512 * MiB),
-        (256 * MiB, {"capacity_bytes": 256 * MiB, "max_regions": -3}, 128 * MiB),
-    ],
-)
-def test_regions_are_fewer_than_open_files_allowed(
-    room: int, bounds: dict[str, int], region: int
-) -> None:
-    assert default_region_bytes(room, **bounds) == region
 
 
 def test_a_mangled_configuration_does_not_leak_its_password() -> None:
