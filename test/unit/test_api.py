@@ -17,7 +17,6 @@ from sglang_tiered.api import (
     PrefetchCall,
     PurgeCall,
     RequestsCall,
-    ResidencyCall,
     TenantsCall,
     UnpinCall,
     decode,
@@ -73,50 +72,24 @@ def test_server_takes_what_a_client_sends(name: str, bodies: list[dict[str, Any]
 @pytest.mark.parametrize(
     ("call", "body", "sentence"),
     [
-        (CheckpointCall, [], "the body must be a JSON object of extra_key, cache_salt, rid"),
         (CheckpointCall, {}, "pass exactly one of rid, conversation_id, text, input_ids$"),
         (CheckpointCall, {"rid": "r", "text": "t"}, "exactly one of"),
-        (CheckpointCall, {"conversation_id": 7}, "conversation_id 7 is refused .expected str"),
-        (
-            CheckpointCall,
-            {"conversation_id": "c" * 513},
-            "conversation_id has 513 bytes, more than",
-        ),
         (CheckpointCall, {"conversation_id": "\xe9" * 257}, "has 514 bytes, more than 512; short"),
-        (CheckpointCall, {"rid": ""}, "rid '' is refused .expected str of length >= 1.; pass id"),
-        (CheckpointCall, {"text": "t", "extra_key": None}, "extra_key None is refused"),
         (CheckpointCall, {"input_ids": []}, r"input_ids \[\] is refused .expected array of length"),
         (CheckpointCall, {"input_ids": [-1]}, "expected int >= 0.; pass the prefix"),
         (CheckpointCall, {"input_ids": [1] * (1 + (1 << 22))}, "length 4194305 .*<= 4194304"),
         (CheckpointCall, {"text": "a" * (1 + (1 << 24))}, "length 16777217 .*its beginning"),
         (CheckpointCall, {"text": "t", "tier": "tape"}, "'tape' is refused; pass nvme or object"),
-        (CheckpointCall, {"text": "t", "tier": "t" * 1000}, "of length 1000 is refused; pass nvme"),
-        (
-            CheckpointCall,
-            {"rid": "r", "tier": "x - at `$.text`"},
-            "tier 'x .* is refused; pass nvme",
-        ),
         (CheckpointCall, {"text": "t", "prompt": "u"}, "'prompt' is unknown here; pass .*, tier$"),
         (CheckpointCall, {"text": "a\ud800"}, "text has half of a surrogate pair at character 1"),
-        (CheckpointCall, {"text": "t", "\ud800": 1}, r"'\\ud800' is unknown"),
-        (CheckpointCall, {"text": "t", "tier": "\ud800"}, "tier has half of a surrogate"),
-        (CheckpointCall, {"text": "t", "x" * 10_000: 1}, "'x.* of length 10000 is unknown"),
-        (ResidencyCall, {"text": "t", "tier": "nvme"}, "'tier' is unknown"),
         (PinCall, {"rid": "r", "ttl": 0}, r"ttl 0 is refused .expected float > 0.0.; pass seconds"),
-        (PinCall, {"rid": "r", "ttl": float("nan")}, "ttl nan is refused"),
         (PinCall, {"rid": "r", "ttl": 10**5000}, "ttl of too many digits is refused"),
         (UnpinCall, {"name": "n", "rid": "r"}, "exactly one of name, rid"),
-        (UnpinCall, {"name": "\xe9" * 257}, "name has 514 bytes"),
         (PrefetchCall, {"rid": "r", "wait_s": 30.1}, "wait_s 30.1 .*expected float <= 30"),
         (ForgetCall, {"rid": "r", "keep_tokens": 1 << 23}, "<= 4194304.; pass leading tokens that"),
         (PurgeCall, {}, 'pass extra_key, cache_salt or both, or "all": true alone$'),
-        (PurgeCall, {"all": False}, '"all": true alone$'),
         (PurgeCall, {"all": True, "extra_key": "a"}, '"all": true alone$'),
-        (PurgeCall, {"cache_salt": "\ud800"}, "cache_salt has half of a surrogate pair"),
         (TenantsCall, {"limt": 1}, "'limt' is unknown here; pass limit$"),
-        (TenantsCall, {"limit": [10**5000]}, "limit of too many digits is refused"),
-        (TenantsCall, {"limit": "7"}, "limit '7' is refused .expected int, got str"),
-        (ConversationsCall, {"rid": "r"}, "unknown here; pass extra_key, cache_salt, limit, after"),
         (ConversationsCall, {"after": "x" * (1 + (1 << 18))}, "after 'x.* of length 262145"),
     ],
 )
@@ -136,9 +109,3 @@ def test_a_list_has_a_bound(call: Any) -> None:
     for limit in ("-1", "", "x", "true", "\u0663", "0", "1001", "9" * 5000):
         with pytest.raises(CallError, match="limit '.* is refused.*; pass how many at most"):
             decode(call, {"limit": limit}, is_query=True)
-
-
-def test_fields_have_a_meaning_to_be_told() -> None:
-    for call in api.CALLS:
-        schema = msgspec.json.schema(call)["$defs"][call.__name__]
-        assert all("description" in field for field in schema["properties"].values()), call

@@ -6,23 +6,18 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang_tiered.codecs import CODEC_NAMES
 from sglang_tiered.config import (
     ENVIRONMENT_VARIABLE,
-    TIER_CODECS,
-    TRANSFER_CODECS,
     GiB,
     MiB,
     NvmeConfig,
     TieredConfig,
     TierMode,
-    default_region_bytes,
-    format_bytes,
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import values_of
-from sglang_tiered.remote_config import ObjectConfig, PeerConfig
-from sglang_tiered.transfer.wire_codec import CODECS as WIRE_CODECS
+from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.peer_config import PeerConfig
 
 
 def nvme(**changes: object) -> NvmeConfig:
@@ -39,22 +34,12 @@ def make_config(**changes: object) -> TieredConfig:
     return TieredConfig(**{**settings, **changes})  # type: ignore[arg-type]
 
 
-INDEX = PeerConfig(
-    servers="a:1", url="redis://me:pass@word@192.0.2.1:6379/2", host="0.0.0.0", port=4000
-)
+INDEX = PeerConfig(servers="a:1", url="redis://me:pass@word@192.0.2.1:6379/2", port=4000)
+DAILY_BUCKET = bucket(capacity_bytes=GiB, ttl_s=86400.0, writes_per_day=GiB, requests_per_day=1000)
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_ranks": 4, "nvme": nvme(writes_per_day=GiB * 500)},
-        {"peers": INDEX},
-        {
-            "object": bucket(
-                capacity_bytes=GiB, ttl_s=86400.0, writes_per_day=GiB, requests_per_day=1000
-            )
-        },
-    ],
+    "changes", [{"nvme": nvme(writes_per_day=GiB * 500)}, {"peers": INDEX, "object": DAILY_BUCKET}]
 )
 def test_config_survives_the_environment(changes: dict[str, object]) -> None:
     environment: dict[str, str] = {}
@@ -70,12 +55,6 @@ def test_settings_of_peers_hide_the_password() -> None:
     assert "word" not in f"{config!r} {config} {INDEX!r} {[INDEX]}"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"mode":"nvme"}', '{"mode":"tape"}'])
-def test_mangled_environment_names_the_variable(text: str) -> None:
-    with pytest.raises(ConfigError, match=ENVIRONMENT_VARIABLE):
-        TieredConfig.from_environment({ENVIRONMENT_VARIABLE: text})
-
-
 DAILY, SHARED = nvme(writes_per_day=1280 * MiB), nvme(tenant_share=0.25)
 
 
@@ -87,75 +66,31 @@ def test_budgets_are_of_each_rank() -> None:
     assert config.nvme_writes_per_day_per_rank is config.max_tenant_bytes_per_rank is None
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: make_config(num_ranks=9), "--tier-nvme-bytes 1GiB is too small.*9 ranks"),
-        (
-            lambda: make_config(nvme=DAILY, num_ranks=3),
-            "--tier-nvme-writes-per-day 1.25GiB is too small.*10 regions of 64MiB.*3 ranks",
-        ),
-        (
-            lambda: make_config(nvme=SHARED, num_ranks=3),
-            "--tier-tenant-share 25.* 2 regions of 64MiB.*3 ranks",
-        ),
-        (lambda: nvme(writes_per_day=0), "--tier-nvme-writes-per-day .* greater than zero"),
-        (lambda: nvme(writes_per_day=-1), "--tier-nvme-writes-per-day .* greater than zero"),
-        (lambda: nvme(region_bytes=4096), "tier-nvme-region-bytes"),
-        (lambda: nvme(region_bytes=4 * MiB + 1), "tier-nvme-region-bytes"),
-        (lambda: nvme(region_bytes=0), "tier-nvme-region-bytes"),
-        (lambda: nvme(region_bytes=-4 * MiB), "tier-nvme-region-bytes"),
-        (
-            lambda: make_config(mode=TierMode.HOST, nvme=None, object=bucket()),
-            "needs the NVMe tier",
-        ),
-        *(
-            (
-                lambda url=url: values_of(ObjectConfig, {"tier_object_url": url}),
-                r"--tier-object-url .*gs://bucket/prefix",
-            )
-            for url in ("", "bucket", "s3://", "http://127.0.0.1/b", "s3:/b", "s4://b")
-        ),
-        (lambda: bucket(capacity_bytes=0), "--tier-object-bytes"),
-        (lambda: bucket(ttl_s=0.0), "--tier-object-ttl"),
-        (lambda: bucket(writes_per_day=-1), "--tier-object-writes-per-day"),
-        (lambda: bucket(requests_per_day=0), "--tier-object-requests-per-day"),
-    ],
-)
+BAD_URLS = ("", "bucket", "s3://", "http://127.0.0.1/b", "s4://b")
+IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
+    (lambda: make_config(num_ranks=9), "--tier-nvme-bytes 1GiB is too small.*9 ranks"),
+    (lambda: make_config(nvme=DAILY, num_ranks=3), "--tier-nvme-writes-per-day 1.25GiB .*3 ranks"),
+    (lambda: make_config(nvme=SHARED, num_ranks=3), "--tier-tenant-share 25.*3 ranks"),
+    (lambda: nvme(writes_per_day=0), "--tier-nvme-writes-per-day .* greater than zero"),
+    (lambda: nvme(region_bytes=4 * MiB + 1), "tier-nvme-region-bytes"),
+    (lambda: nvme(region_bytes=0), "tier-nvme-region-bytes"),
+    (lambda: make_config(mode=TierMode.HOST, nvme=None, object=bucket()), "needs the NVMe tier"),
+    (lambda: bucket(capacity_bytes=0), "--tier-object-bytes"),
+    (lambda: bucket(ttl_s=0.0), "--tier-object-ttl"),
+    (lambda: bucket(writes_per_day=-1), "--tier-object-writes-per-day"),
+    (lambda: bucket(requests_per_day=0), "--tier-object-requests-per-day"),
+    *(
+        (lambda url=url: values_of(ObjectConfig, {"tier_object_url": url}), "--tier-object-url")
+        for url in BAD_URLS
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "sentence"), IMPOSSIBLE)
 def test_impossible_settings_are_one_sentence(make: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as refused:
         make()
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("room", "capacity", "max_regions", "region"),
-    [
-        (256 * GiB, None, None, 256 * MiB),
-        (256 * MiB, None, None, 32 * MiB),  # several to evict by
-        (1, None, None, 4 * MiB),
-        (1024 * GiB, 1024 * GiB, 1 << 20, 256 * MiB),
-        (16 * 1024 * GiB, 16 * 1024 * GiB, 1 << 20, 4 * GiB),
-        (256 * GiB, 256 * GiB, 512, 512 * MiB),
-        (GiB // 8, 256 * GiB, 16384, 16 * MiB),  # a small share of a tenant
-        (GiB // 8, 256 * GiB, 1024, 256 * MiB),
-        (256 * MiB, 256 * MiB, -3, 128 * MiB),
-    ],
-)
-def test_regions_are_fewer_than_open_files_allowed(
-    room: int, capacity: int | None, max_regions: int | None, region: int
-) -> None:
-    bounds = {"capacity_bytes": capacity, "max_regions": max_regions}
-    given = {name: value for name, value in bounds.items() if value is not None}
-    assert default_region_bytes(room, **given) == region
-
-
-def test_codecs_are_those_that_exist() -> None:
-    assert set(TIER_CODECS) == set(CODEC_NAMES)
-    assert set(TRANSFER_CODECS) == set(WIRE_CODECS)
-    assert [format_bytes(size) for size in (64 * GiB, 3 * GiB // 2, 512)] == [
-        *("64GiB", "1.5GiB", "512B")
-    ]
 
 
 def test_a_mangled_configuration_does_not_leak_its_password() -> None:

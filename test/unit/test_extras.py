@@ -47,12 +47,6 @@ CASES = (
     ("the object tier", "obstore", "object", ("sglang_tiered.tools.store.cli", "stat", BUCKET[1])),
     ("--tier-index", "redis", "peers", (*SERVER, "--tier-index", "redis://localhost")),
     ("completion", "shtab", "tools", ("sglang_tiered.completion", "bash")),
-    (
-        "--plot",
-        "matplotlib",
-        "plot",
-        ("sglang_tiered_lab.trace.cli", "stat", "no", "--plot", "a.png"),
-    ),
 )
 
 

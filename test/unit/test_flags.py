@@ -1,4 +1,4 @@
-"""A flag is declared once: its text becomes a value or one sentence, and its help a row."""
+"""A flag is declared once: its text becomes a value or one sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 from sglang_tiered.config import GiB, MiB
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import (
-    DIRECTORY,
     ON_OFF,
     Flag,
     add_arguments,
@@ -47,17 +46,13 @@ SIZE: Parse = functools.partial(parse_bytes, otherwise="drop it")
 @pytest.mark.parametrize(
     ("parse", "text", "expected"),
     [
-        (SIZE, "64GiB", 64 * GiB),
         (SIZE, "64 gib", 64 * GiB),
         (SIZE, "64GB", 64 * 10**9),
         (SIZE, "1.5MiB", 3 * MiB // 2),
-        (SIZE, "4096", 4096),
         (SIZE, "9007199254740993", 9007199254740993),  # beyond float: digits must not be lost
-        *((parse_share, "25%", 0.25), (parse_share, "1%", 0.01), (parse_share, "100%", 1.0)),
-        *((parse_duration, "90", 90), (parse_duration, "90s", 90), (parse_duration, "30m", 1800)),
-        *((parse_duration, "1.5h", 5400), (parse_duration, "7d", 604800)),
-        *((parse_duration, "2w", 1209600), (parse_duration, " 12 H ", 43200)),
-        (parse_duration, "2.5", 2.5),
+        (parse_share, "25%", 0.25),
+        (parse_duration, "1.5h", 5400),
+        (parse_duration, "7d", 604800),
     ],
 )
 def test_values_with_units_are_exact(parse: Parse, text: str, expected: float) -> None:
@@ -67,18 +62,10 @@ def test_values_with_units_are_exact(parse: Parse, text: str, expected: float) -
 @pytest.mark.parametrize(
     ("parse", "texts", "sentence"),
     [
-        (SIZE, ["", "64G", "GiB", "1e9", "64XiB", "0x10", "nan", "1 2GiB"], r"--flag .*KiB"),
-        (SIZE, ["0", "-1", "-4GiB", "0.0001"], "greater than zero"),
-        (
-            parse_share,
-            ["25", "0.25", "0%", "0.5%", "101%", "-5%", "", "1e1%", "inf%"],
-            "--flag .* percentage from 1% to 100%",
-        ),
-        (
-            parse_duration,
-            ["", "0", "-1d", "1y", "d", "1h30m", "1e9", "nan", "inf", "1 day", "soon"],
-            "--flag .* is not a time; write for example 90s",
-        ),
+        (SIZE, ["", "64G", "1e9", "0x10", "nan", "1 2GiB"], r"--flag .*KiB"),
+        (SIZE, ["0", "-4GiB", "0.0001"], "greater than zero"),
+        (parse_share, ["25", "0%", "101%", "-5%", "inf%"], "--flag .* from 1% to 100%"),
+        (parse_duration, ["", "0", "-1d", "1y", "1h30m", "nan", "inf"], "--flag .* is not a time"),
     ],
 )
 def test_other_forms_are_refused(parse: Parse, texts: list[str], sentence: str) -> None:
@@ -99,42 +86,14 @@ def test_only_what_was_given_becomes_a_value() -> None:
     assert parsed(*words) == {"speed": True, "share": -3, "hidden": True, "url": "u"}
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--speed", "quick"), "--speed quick is unknown; choose one of slow, fast."),
-        (("--max-share", "1.5"), "--max-share 1.5 is not a whole number."),
-        (("--max-share", "9" * 5000), "is not a whole number."),
-        (("--hidden-one", "yes"), "hidden-one yes is unknown; choose one of on, off."),
-    ],
-)
-def test_an_unusable_value_is_one_sentence(words: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+@pytest.mark.parametrize("words", [("--speed", "quick"), ("--max-share", "9" * 5000)])
+def test_an_unusable_value_is_one_sentence(words: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"choose one of slow, fast\.$|is not a whole number\.$"):
         parsed(*words)
-    assert str(refused.value).endswith(sentence)
-
-
-def test_help_shows_flags_and_hides_settings() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser.add_argument_group("ours"), Settings)
-    shown = " ".join(parser.format_help().split())
-    assert "--speed {slow,fast} How fast. Default: slow." in shown
-    assert "At most 5% of it. Default: 1." in shown
-    assert "hidden" not in shown
 
 
 def test_a_refusal_does_not_show_a_secret() -> None:
     flags = flags_of(Settings)
     with pytest.raises(ConfigError, match=r"^--url URL is wrong here\.$"):
         refuse_given({"url": "redis://:hunter2@host"}, flags, "is wrong here")
-    with pytest.raises(ConfigError, match=r"^--max-share 2 is wrong here\.$"):
-        refuse_given({"max_share": "2"}, flags, "is wrong here")
     refuse_given({"max_share": None, "other": "2"}, flags, "is wrong here")
-
-
-def test_a_directory_is_absolute_wherever_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/house")
-    assert DIRECTORY.parse("--dir", "~/kv") == "/house/kv"
-    assert DIRECTORY.parse("--dir", "kv").startswith("/")
-    with pytest.raises(ConfigError, match="--dir is empty"):
-        DIRECTORY.parse("--dir", "")

@@ -42,23 +42,9 @@ def test_libraries_of_clients_read_the_exceptions(
     assert "http" not in urllib_proxies(url) and "http" in urllib_proxies("http://192.0.2.2")
 
 
-def test_exception_of_everything_is_kept() -> None:
-    environment = {"no_proxy": "*"}
-    ask_loopback_directly(environment)
-    assert environment == {"no_proxy": "*"}
+HERE = ["http://127.0.0.1:1", "https://127.9.9.9", "http://localhost:1/x", "http://[::1]:1"]
+ELSEWHERE = ["http://192.0.2.1:1", "http://127.example.org", "http://localhost.example.org"]
 
 
-@pytest.mark.parametrize(
-    ("url", "is_here"),
-    [
-        ("http://127.0.0.1:1", True),
-        ("https://127.9.9.9", True),
-        ("http://localhost:1/x", True),
-        ("http://[::1]:1", True),
-        ("http://192.0.2.1:1", False),
-        ("http://127.example.org", False),
-        ("http://localhost.example.org", False),
-    ],
-)
-def test_urls_of_this_machine_are_told_apart(url: str, is_here: bool) -> None:
-    assert is_loopback_url(url) == is_here
+def test_urls_of_this_machine_are_told_apart() -> None:
+    assert [url for url in (*HERE, *ELSEWHERE) if is_loopback_url(url)] == HERE

@@ -7,17 +7,14 @@ import json
 import subprocess
 import sys
 import threading
-from array import array
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-import numpy
 import pytest
 
 from kit.serving import Quiet, serving
-from server_process import free_port
 from sglang_tiered.client import (
     AsyncTierClient,
     Checkpoint,
@@ -36,7 +33,6 @@ from sglang_tiered.client import (
 
 KINDS = ("sync", "async")
 DURABLE = {"tier": "nvme", "num_tokens": 640, "num_missing": 0}
-PINNED = {**DURABLE, "name": "anna", "pinned_until": 1.5e9}
 HELD = {"num_tokens": 700, "device": 640, "host": 640, "nvme": 640, "object": 0, "peer": 0}
 
 
@@ -99,68 +95,35 @@ def call(
     return asyncio.run(run())
 
 
-Asked = tuple[str, str, dict[str, Any]]
-CALLS: list[tuple[str, dict[str, Any], Asked | None, int, Any, Any]] = [
-    ("checkpoint", {"rid": "r", "tier": "nvme"}, None, 200, DURABLE, Checkpoint("nvme", 640, 0)),
-    (
-        "residency",
-        {"input_ids": [1, 2], "extra_key": "acme", "cache_salt": None},
-        ("POST", "/tier/residency", {"input_ids": [1, 2], "extra_key": "acme"}),
-        *(200, HELD, Residency(**HELD)),
-    ),
-    (
-        *("residency", {"text": "é"}, None, 200),
-        *({"num_tokens": 2, "device": 0, "host": 0}, Residency(2, 0, 0)),
-    ),
-    (
-        "pin",
-        {"conversation_id": "c", "name": "anna", "ttl": 60, "tier": "object", "extra_key": "acme"},
-        *(None, 200, PINNED, Pin("nvme", 640, 0, "anna", 1.5e9)),
-    ),
-    (
-        *("unpin", {"name": "anna", "cache_salt": "s"}, None, 200),
-        *({"unpinned": True}, Unpinned(True)),
-    ),
-    (
-        *("prefetch", {"text": "once", "wait_s": 2.5}, None, 202),
-        {"num_tokens": 640, "num_in_memory": 128, "num_loading": 512},
-        Prefetch(640, 128, 512),
-    ),
-    (
-        *("forget", {"conversation_id": "c", "keep_tokens": 64}, None, 200),
-        *({"durable": True, "num_tokens": 576}, Forgotten(True, 576)),
-    ),
-    (
-        *("purge", {"extra_key": "acme"}, None, 200),
-        *({"durable": True, "in_memory": "gone"}, Purge(True, "gone")),
-    ),
-    (
-        *("purge_all", {}, ("POST", "/tier/purge", {"all": True}), 200),
-        *({"durable": True, "in_memory": "hidden"}, Purge(True, "hidden")),
-    ),
-    (
-        *("tenants", {"limit": 5}, ("GET", "/tier/tenants", {"limit": "5"}), 200),
-        [[{"tenant": "ab", "num_pages": 1, "stored_bytes": 2, "physical_bytes": 3}]],
-        [[TenantUsage("ab", 1, 2, 3)]],
-    ),
+ANNA = {**DURABLE, "name": "anna", "pinned_until": 1.5e9}
+LOADING = {"num_tokens": 640, "num_in_memory": 128, "num_loading": 512}
+USAGE = {"tenant": "ab", "num_pages": 1, "stored_bytes": 2, "physical_bytes": 3}
+ONE_OF = {"conversation_id": "c", "name": "anna", "ttl": 60, "tier": "object", "extra_key": "acme"}
+CALLS: list[tuple[str, dict[str, Any], Any, Any]] = [
+    ("checkpoint", {"rid": "r", "tier": "nvme"}, DURABLE, Checkpoint("nvme", 640, 0)),
+    ("residency", {"input_ids": [1, 2], "extra_key": "acme"}, HELD, Residency(**HELD)),
+    ("pin", ONE_OF, ANNA, Pin("nvme", 640, 0, "anna", 1.5e9)),
+    ("unpin", {"name": "anna", "cache_salt": "s"}, {"unpinned": True}, Unpinned(True)),
+    ("prefetch", {"text": "once", "wait_s": 2.5}, LOADING, Prefetch(640, 128, 512)),
+    ("forget", {"text": "é"}, {"durable": True, "num_tokens": 576}, Forgotten(True, 576)),
+    ("purge", {"extra_key": "a"}, {"durable": True, "in_memory": "gone"}, Purge(True, "gone")),
+    ("purge_all", {}, {"durable": True, "in_memory": "gone"}, Purge(True, "gone")),
+    ("tenants", {"limit": 5}, [[USAGE]], [[TenantUsage(**USAGE)]]),
 ]
+ASKED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "purge_all": ("POST", "/tier/purge", {"all": True}),
+    "tenants": ("GET", "/tier/tenants", {"limit": "5"}),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "body", "asked", "status", "answer", "expected"), CALLS)
+@pytest.mark.parametrize(("name", "body", "answer", "expected"), CALLS)
 def test_call_sends_and_reads_the_contract(
-    server: RecordedServer,
-    kind: str,
-    name: str,
-    body: dict[str, Any],
-    asked: Asked | None,
-    status: int,
-    answer: Any,
-    expected: Any,
+    server: RecordedServer, kind: str, name: str, body: dict[str, Any], answer: Any, expected: Any
 ) -> None:
-    server.answers = [(status, answer)]
+    server.answers = [(202 if name == "prefetch" else 200, answer)]
     assert call(kind, server.url, name, **body) == expected
-    assert server.asked == [asked or ("POST", f"/tier/{name}", body)]
+    assert server.asked == [ASKED.get(name, ("POST", f"/tier/{name}", body))]
 
 
 PIN_BYTES = {"pinned_bytes": 4096, "pin_bound_bytes": 8192}
@@ -202,12 +165,9 @@ def test_conversations_come_from_all_pages(server: RecordedServer, kind: str) ->
     ("status", "answer", "sentence"),
     [
         (409, {"error": "all pins would take 9 of 8 bytes; unpin something"}, "9 of 8 bytes"),
-        (404, {"error": "there is no such pin"}, "there is no such pin"),
         (503, {"durable": False, "num_missing": 64}, "num_missing 64.*; ask again"),
-        (503, {"error": "the hint was withdrawn: memory is needed"}, "withdrawn"),
         (401, {"error": "Unauthorized"}, "/tier/pin takes no call with this key; pass --admin"),
         (404, {"detail": "Not Found"}, "/tier/pin answered 404; is it a server of sglang-tiered"),
-        (502, b"<html>", "/tier/pin answered 502; is it a server"),
         (200, b"<html>", "answered what this client does not know"),
         (200, {"tier": "nvme"}, "missing required field.*; use a client and a server of one"),
     ],
@@ -256,107 +216,14 @@ PROXIES = {"http_proxy": "http://127.0.0.1:9", "ALL_PROXY": "socks5://127.0.0.1:
 def test_proxy_is_not_asked_for_this_machine(
     server: RecordedServer, kind: str, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_proxy(monkeypatch, variable)
-    server.answers = [(200, DURABLE)]
-    for host in ("127.0.0.1", "localhost"):
-        call(kind, f"http://{host}:{server.server_port}", "checkpoint", rid="r")
-    assert len(server.asked) == 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_proxy_without_its_package_is_one_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_proxy(monkeypatch, "ALL_PROXY")
-    monkeypatch.setitem(sys.modules, "socksio", None)  # where it is installed
-    with pytest.raises(RequestError, match="no client for http://192.0.2.1:1 with these settings"):
-        call(kind, "http://192.0.2.1:1", "checkpoint", rid="r")
-
-
-def set_proxy(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     for name in ("http_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv(variable, PROXIES[variable])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_silence_names_the_server_and_the_way_out(server: RecordedServer, kind: str) -> None:
-    nobody = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(
-        RequestError, match=f"{nobody}/? cannot be reached .*; start that"
-    ) as caught:
-        call(kind, nobody, "costs")
-    assert caught.value.status is None
-    with pytest.raises(RequestError, match="'localhost:30000' is not the URL of a server; write"):
-        call(kind, "localhost:30000", "costs")
     server.answers = [(200, DURABLE)]
-    server.may_answer.clear()
-    with pytest.raises(RequestError, match=f"{server.url}/? did not answer in time; ask again"):
-        call(kind, server.url, "checkpoint", rid="r", of={"timeout_s": 0.2})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"rid": "r", "ttl": float("nan")},
-        {"rid": "r", "ttl": float("inf")},
-        {"text": "\ud800"},
-        {"text": "t", "name": "\udc00"},
-        {"text": "t", "extra_key": "\ud800"},
-        {"text": b"t"},
-        {"input_ids": [1.5]},
-        {"input_ids": 7},
-        {"input_ids": "12"},
-    ],
-)
-def test_unsendable_call_is_refused_unsent(
-    server: RecordedServer, kind: str, body: dict[str, Any]
-) -> None:
-    with pytest.raises(RequestError) as caught:
-        call(kind, server.url, "pin", **body)
-    assert caught.value.status is None and "\n" not in str(caught.value)
-    if kind == "sync":
-        with pytest.raises(RequestError), TierClient(server.url) as client:
-            client.conversation_page(extra_key="\ud800")
-    assert not server.asked
-
-
-@pytest.mark.parametrize("ids", [range(3), array("q", [0, 1, 2]), numpy.arange(3), (0, 1, 2)])
-def test_tokens_of_any_sequence_are_sent(server: RecordedServer, ids: Any) -> None:
-    server.answers = [(200, HELD)]
-    call("sync", server.url, "residency", input_ids=ids)
-    assert server.asked == [("POST", "/tier/residency", {"input_ids": [0, 1, 2]})]
-
-
-@pytest.mark.parametrize("make", [TierClient, AsyncTierClient])
-@pytest.mark.parametrize(
-    ("url", "api_key", "sentence"),
-    [
-        ("http://host:abc", None, "no client for http://host:abc with these settings"),
-        ("http://host", "é", "no client for http://host with these settings"),
-        (None, None, "None is not the URL of a server; write"),
-        ("http://host", "key\n", "perhaps a line's end; pass it alone"),
-        ("http://host", " key", "api_key holds more than a key"),
-    ],
-)
-def test_unusable_settings_are_told(make: Any, url: Any, api_key: Any, sentence: str) -> None:
-    with pytest.raises(RequestError, match=sentence):
-        make(url, api_key=api_key)
-
-
-def test_closed_client_says_so(server: RecordedServer) -> None:
-    with TierClient(server.url) as client:
-        pass
-    with pytest.raises(RequestError, match=f"this client of {server.url}/? is closed; make"):
-        client.costs()
-
-    async def run() -> None:
-        async with AsyncTierClient(server.url) as made:
-            pass
-        await made.costs()
-
-    with pytest.raises(RequestError, match="is closed; make another"):
-        asyncio.run(run())
+    for host in ("127.0.0.1", "localhost"):
+        call(kind, f"http://{host}:{server.server_port}", "checkpoint", rid="r")
+    assert len(server.asked) == 2
 
 
 def test_client_imports_neither_torch_nor_sglang() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,9 +13,7 @@ from sglang_tiered.codecs import (
     SegmentLayout,
     make_codec,
 )
-from sglang_tiered.codecs.dtypes import float32_to_bytes
 from sglang_tiered.codecs.encoded import HEADER_BYTES, METHOD_FP8, METHOD_INT8, unpack_header
-from sglang_tiered.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 METHODS = {"fp8": METHOD_FP8, "int8": METHOD_INT8}
@@ -72,43 +69,6 @@ def test_fp8_rounds_as_torch_does(dtype: str, exponent: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fp8_groups_are_scaled_one_by_one(dtype: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    layout = PageLayout.kv(
-        dtype=dtype, num_layers=3, page_size=5, num_heads=2, head_dim=40, v_head_dim=17
-    )
-    pieces = []
-    for segment in layout.segments:
-        values = torch.randn(segment.shape, generator=generator)
-        values *= torch.exp2(
-            torch.randint(-7, 7, (3, 1, 2, segment.shape[-1]), generator=generator)
-        )
-        pieces.append(values.to(getattr(torch, dtype)))
-    flat = torch.cat([piece.reshape(-1) for piece in pieces])
-    back = through(make_codec("fp8", layout), flat)
-    position = 0
-    for piece in pieces:
-        got = back[position : position + piece.numel()].reshape(piece.shape)
-        position += piece.numel()
-        for layer in range(3):
-            for head in range(2):
-                for start in range(0, piece.shape[-1], 16):
-                    group = piece[layer, :, head, start : start + 16]
-                    assert torch.equal(
-                        got[layer, :, head, start : start + 16], reference_fp8(group)
-                    )
-
-
-def test_fp8_keeps_zeros_and_their_signs() -> None:
-    codec = make_codec("fp8", column("bfloat16", 4, 16))
-    values = torch.zeros(4, 16, dtype=torch.bfloat16)
-    assert torch.equal(through(codec, values).view(torch.int16), values.view(torch.int16))
-    values = -values
-    values[0, 0] = 3.0
-    assert torch.equal(through(codec, values).view(torch.int16), values.view(torch.int16))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_errs_by_half_a_step_at_most(dtype: str) -> None:
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(64, 48, generator=generator)
@@ -140,19 +100,6 @@ def test_value_that_cannot_be_scaled_stays_exact(name: str, dtype: str, value: f
     assert torch.equal(back.view(torch.uint8), rows.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", ["tiny", "large"])
-def test_numbers_near_the_types_ends_stay_finite(name: str, dtype: str, scale: str) -> None:
-    kind = getattr(torch, dtype)
-    size = torch.finfo(kind).smallest_normal if scale == "tiny" else torch.finfo(kind).max / 2**9
-    rows = (torch.rand(64, 16, generator=torch.Generator().manual_seed(4)).double() * size).to(kind)
-    back = through(make_codec(name, column(dtype, 64, 16)), rows)
-    assert back.isfinite().all()
-    # Numbers near the least exponent of float32 become zero.
-    assert ((back.double() - rows.double()).abs() <= max(size / 16, 2.0**-118)).all()
-
-
 @pytest.mark.parametrize(
     ("name", "place", "value"),
     [
@@ -176,44 +123,24 @@ def test_bytes_never_written_do_not_decode(name: str, place: int, value: int) ->
         codec.decode(memoryview(data), (back,))
 
 
-def test_float32_becomes_bfloat16_as_in_torch() -> None:
-    generator = torch.Generator().manual_seed(7)
-    values = torch.randn(4096, generator=generator)
-    bits = values.view(torch.int32)
-    bits[::2] = bits[::2] & ~0xFFFF | 0x8000  # ties
-    plain = float32_to_bytes(values.numpy(), "bfloat16")
-    assert torch.equal(torch.from_numpy(plain).view(torch.bfloat16), values.bfloat16())
+AXES = {  # in memory, of: K or V, layer, token, head, channel
+    "page_first": (0, 2, 1, 3, 4),
+    "page_head": (0, 3, 2, 1, 4),
+    "layer_first": (1, 0, 2, 3, 4),
+}
 
 
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
-@pytest.mark.parametrize("order", ["page_first", "page_head", "layer_first"])
+@pytest.mark.parametrize("order", AXES)
 def test_order_of_axes_changes_no_number(name: str, order: str) -> None:
-    """The same page in another order of memory decodes to the same numbers."""
-    generator = torch.Generator().manual_seed(5)
     lengths = {"num_layers": 3, "page_size": 32, "num_heads": 2, "head_dim": 24}
-    channel = torch.exp2(torch.randint(-6, 6, (3, 1, 2, 24), generator=generator))
-    kv = [torch.randn(3, 32, 2, 24, generator=generator) * channel for _ in range(2)]
-    # From [layer, token, head, channel] to the order, and back.
-    permutation = {"page_first": (1, 0, 2, 3), "page_head": (2, 1, 0, 3)}.get(order, (0, 1, 2, 3))
-    inverse = np.argsort(permutation).tolist()
-
-    def arranged(parts: list[torch.Tensor]) -> torch.Tensor:
-        if order == "layer_first":
-            return torch.stack(parts, dim=1).reshape(-1)
-        return torch.cat([part.permute(permutation).reshape(-1) for part in parts])
-
-    def restored(flat: torch.Tensor) -> list[torch.Tensor]:
-        if order == "layer_first":
-            return list(flat.reshape(3, 2, 32, 2, 24).unbind(1))
-        shape = [kv[0].shape[axis] for axis in permutation]
-        return [half.reshape(shape).permute(inverse) for half in flat.chunk(2)]
-
-    direct = PageLayout.kv(dtype="float32", **lengths)
-    expected = through(make_codec(name, direct), torch.cat([part.reshape(-1) for part in kv]))
-    other = PageLayout.kv(dtype="float32", **lengths, order=order)
-    got = through(make_codec(name, other), arranged(kv))
-    for part, reference in zip(restored(got), expected.chunk(2), strict=True):
-        assert torch.equal(part, reference.reshape(part.shape))
+    places = torch.arange(2 * 3 * 32 * 2 * 24).reshape(2, 3, 32, 2, 24)
+    numbers = torch.randn(places.numel(), generator=torch.Generator().manual_seed(5))
+    numbers *= torch.exp2(places.reshape(-1) % 24 % 7)
+    direct = through(make_codec(name, PageLayout.kv(dtype="float32", **lengths)), numbers)
+    other = make_codec(name, PageLayout.kv(dtype="float32", **lengths, order=order))
+    moved = places.permute(AXES[order]).reshape(-1)
+    assert torch.equal(through(other, numbers[moved]), direct[moved])
 
 
 @pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
@@ -226,34 +153,6 @@ def test_latent_page_is_quantized(name: str, order: str) -> None:
     assert (back - values).abs().max() < 0.2
 
 
-@pytest.mark.parametrize("name", LOSSY_CODEC_NAMES)
-@pytest.mark.parametrize(
-    ("layout", "reason"),
-    [
-        (PageLayout.unknown(), "this one holds uint8"),
-        (PageLayout.unknown("bfloat16"), "layout, and that of this one is not known;"),
-        (
-            PageLayout.kv(
-                dtype="float8_e4m3fn", num_layers=1, page_size=64, num_heads=1, head_dim=64
-            ),
-            "this one holds float8_e4m3fn",
-        ),
-    ],
-    ids=["bytes", "unknown", "fp8"],
-)
-def test_lossy_codec_refuses_layout_it_cannot_read(
-    name: str, layout: PageLayout, reason: str
-) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        make_codec(name, layout)
-
-
-def test_unknown_codec_is_refused_at_once() -> None:
-    for name in ("gzip", "none", ""):
-        with pytest.raises(ConfigError, match="codec"):
-            make_codec(name, PageLayout.unknown())
-
-
 def test_layouts_have_different_digests() -> None:
     lengths = {"num_layers": 2, "page_size": 16, "num_heads": 2, "head_dim": 16}
     layouts = [
@@ -262,11 +161,3 @@ def test_layouts_have_different_digests() -> None:
         for order in ("page_first_direct", "page_first", "page_head", "layer_first")
     ] + [PageLayout.unknown(dtype) for dtype in (*DTYPES, "uint8")]
     assert len({layout.digest for layout in layouts}) == len(layouts)
-
-
-@pytest.mark.parametrize(
-    ("axes", "shape"), [(("token",), (4,)), (("token", "channel"), (4,)), (("channel",), (0,))]
-)
-def test_layout_without_meaning_is_refused(axes: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"axes|shape"):
-        PageLayout(dtype="float32", segments=(SegmentLayout(axes, shape),))

@@ -59,13 +59,6 @@ def test_lossless_page_differs_by_a_byte(dtype: str, num_bytes: int) -> None:
         assert len(encoded) <= num_bytes + HEADER_BYTES
 
 
-def test_a_page_that_stays_long_is_copied() -> None:
-    """Whoever stores it copies it, where that takes no GIL."""
-    page = np.frombuffer(random.Random(0).randbytes(1 << 20), np.uint8)
-    (_, body) = make_codec("zstd", LAYOUT).encode((memoryview(page),))
-    assert np.shares_memory(np.frombuffer(body, np.uint8), page)
-
-
 def test_keys_and_values_do_not_shrink() -> None:
     page = keys_and_values(LAYOUT, 1)
     encoded = encode(make_codec("zstd", LAYOUT), page)

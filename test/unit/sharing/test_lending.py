@@ -113,15 +113,6 @@ def test_another_process_loads_in_pieces_of_any_size(
     assert world.owner.stats().num_pages_loaded == 8, "which counts them, for all ranks together"
 
 
-def test_a_borrower_holds_every_key_and_stores_nothing(world: World, lender: PageLender) -> None:
-    run, borrower = make_run(1, [100, 200]), world.borrower
-    assert borrower.lookup(run.keys) == (2, Stop.END)
-    assert borrower.contains(run.keys) == [True, True]
-    assert finished(borrower.submit_store(run)) == [Reason.DUPLICATE] * 2
-    assert world.owner.lookup(run.keys) == (0, Stop.MISS)
-    assert world.owner.stats().bytes_written == 0
-
-
 @pytest.mark.parametrize("claim", [None, b"another model"])
 def test_pages_of_another_claim_are_not_given(
     world: World, lender: PageLender, claim: bytes | None
@@ -201,27 +192,6 @@ def test_the_socket_is_the_users_and_goes(world: World) -> None:
     assert not socket.exists()
 
 
-@pytest.mark.parametrize("lender_loads", [False, True])
-def test_one_read_serves_all_ranks_that_ask(
-    world: World, lender: PageLender, lender_loads: bool
-) -> None:
-    """The rank that lends among them."""
-    run, jobs = world.stored(1, 5000, 100), []
-    world.let_go.clear()
-    if lender_loads:
-        jobs.append(lender.load(blank(run), world.submit))
-    for borrower in (world.borrower, world.borrow(), world.borrow()):
-        jobs.append(borrower.submit_load(blank(run)))
-    eventually(lambda: sum(r.num_readers for r in lender._source._reads.values()) == 3)
-    world.let_go.set()
-    for job in jobs:
-        assert finished(job) == [OK] * 2
-        assert page_data(job.run) == page_data(run)
-    assert world.owner.stats().num_pages_loaded == 2
-    eventually(lambda: not lender._source._reads)
-    assert not lender._source._owns
-
-
 def test_own_load_ends_whatever_its_lender_does(world: World, lender: PageLender) -> None:
     """Of its pages one is missing, for whoever joined it, and it is closed meanwhile."""
     run, gone = world.stored(1), make_run(2, [100])
@@ -238,19 +208,6 @@ def test_own_load_ends_whatever_its_lender_does(world: World, lender: PageLender
         assert finished(own) == [OK, MISS] and finished(late) == [OK]
         assert finished(job) == [MISS if is_closed else OK, MISS]
         eventually(lambda is_closed=is_closed: is_closed or not lender._source._reads)
-
-
-def test_load_that_cannot_begin_leaves_nobody_waiting(world: World, lender: PageLender) -> None:
-    joined = []
-
-    def refuses(wanted: Run) -> Job:
-        joined.append(world.ask(wanted))
-        eventually(lambda: bool(lender._source._reads))
-        raise RuntimeError("closed")
-
-    with pytest.raises(RuntimeError, match="closed"):
-        lender.load(blank(make_run(1, [100])), refuses)
-    assert finished(joined[0]) == [MISS] and not lender._source._owns
 
 
 def test_who_asks_after_an_erasure_joins_no_read(world: World, lender: PageLender) -> None:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from page_peers import Wanted, page_client, page_server
 
-from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run, make_soft_run, page_data, soft_encoding
 from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S
 from sglang_tiered.checksummed import page_checksum
-from sglang_tiered.sharing.page_source import BufferPool, PageSource
-from sglang_tiered.sharing.pages.landing import PageOutcome
+from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.storage.base import Erasure, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.device import FileDevice
 
 SIZES = (4096, 100, 65_536, 5000, (4096, 1, 8191))
 
@@ -128,31 +123,6 @@ def test_what_no_load_would_get_is_not_served(
     assert read(source, run.keys, lengths) == [first if what == "damaged" else None, None]
 
 
-@pytest.mark.parametrize("what", ["unhealthy", "one read fails", "erased"])
-def test_an_outage_is_no_miss(tmp_path: Path, what: str) -> None:
-    """Who asks would take what is held here for gone, and hear nothing else of it."""
-    (tmp_path / "store").mkdir(mode=0o700)
-    device = FaultyDevice(FileDevice(tmp_path / "store"))
-    region = open_region(tmp_path / "store", device=device, region_bytes=1 << 20)
-    run = make_run(1, SIZES)
-    lengths = stored(region, run)
-    if what == "unhealthy":
-        region._health.fault("a test wants it")
-    elif what == "one read fails":
-        device.faults = [Fault(at=0, operation="readv", times=1000, error=errno.EIO)]
-    else:
-        assert is_true(region.erase(Erasure()), TIMEOUT_S)
-    source = PageSource.of_region(region, max_free_bytes=1 << 20)
-    with page_server({}, namespace=NAMESPACE) as (server, _), page_client() as client:
-        server._reader = source
-        pages = dict(zip(run.keys, map(bytes, lengths), strict=True))
-        wanted = Wanted(client, server.port, pages, namespace=NAMESPACE)
-        outcome = PageOutcome.MISS if what == "erased" else PageOutcome.BUSY
-        assert wanted.wait() == [outcome] * len(pages)
-        assert server.held_bytes == 0
-    region.close()
-
-
 def test_a_read_that_fails_keeps_nobody_waiting() -> None:
     def fail(run: Run) -> Any:
         source.read([b"k" * 32], [100], found.append)
@@ -167,15 +137,3 @@ def test_a_read_that_fails_keeps_nobody_waiting() -> None:
     for pages in found:
         pages.release()
     assert not source._reads
-
-
-def test_idle_read_memory_is_bounded() -> None:
-    memory = BufferPool(max_free_bytes=1 << 20)
-    first = memory.borrow_buffer(300_000)
-    assert 300_000 <= first.nbytes <= 375_000
-    memory.return_buffer(first)
-    assert memory.borrow_buffer(first.nbytes - 1) is first
-    many = [memory.borrow_buffer(300_000) for _ in range(20)]
-    for buffer in many:
-        memory.return_buffer(buffer)
-    assert 0 < memory._free_bytes <= 1 << 20

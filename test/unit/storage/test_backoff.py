@@ -1,28 +1,9 @@
-"""Many that wait for one thing do not come back at once, and a cause is told once."""
+"""Who waits for one thing comes back ever later."""
 
 from __future__ import annotations
 
-import logging
-
-import pytest
-
 from kit.clock import Clock
-from sglang_tiered.storage.backoff import Backoff, OnceLog
-
-
-def test_spread_pauses_stay_within_their_bounds() -> None:
-    clock = Clock()
-    backoff, pauses = Backoff(clock, 0.1, 5.0, spread=0.5), []
-    for _ in range(12):
-        backoff.fail()
-        pauses.append(backoff.wait_s)
-        clock.now += pauses[-1]
-    whole = [min(0.1 * 2**number, 5.0) for number in range(12)]
-    assert all(
-        0.499 * top <= pause <= 1.001 * top for pause, top in zip(pauses, whole, strict=True)
-    )
-    backoff.succeed()
-    assert backoff.wait_s == 0.0
+from sglang_tiered.storage.backoff import Backoff
 
 
 def test_a_pause_doubles_to_a_minute_then_resets() -> None:
@@ -40,13 +21,3 @@ def test_a_pause_doubles_to_a_minute_then_resets() -> None:
     backoff.succeed()
     backoff.fail()
     assert backoff.wait_s == 1.0
-
-
-def test_a_settled_cause_is_told_again(caplog: pytest.LogCaptureFixture) -> None:
-    log = OnceLog(logging.getLogger("once"))
-    for _ in range(2):
-        for cause in ("a", "b", "a"):
-            log.report(cause, "%s fails", cause)
-        for cause in ("a", "b"):
-            log.settle(cause)
-    assert [record.getMessage() for record in caplog.records] == ["a fails", "b fails"] * 2

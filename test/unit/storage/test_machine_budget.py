@@ -1,8 +1,7 @@
-"""The records of servers that share NVMe: damage, loss, other terms, and what lies beside them."""
+"""The records of servers that share NVMe: damage, loss, and other terms."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import pytest
 
 from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import ConfigError, StoreError, StoreLockedError
-from sglang_tiered.storage import machine_budget
 from sglang_tiered.storage.machine_budget import (
     BudgetRecords,
     StoreRecord,
@@ -65,18 +63,6 @@ def test_one_is_live_until_it_lets_go(tmp_path: Path) -> None:
     assert record_of(b, again).cap_bytes == 450
 
 
-def test_a_store_whose_shard_is_gone_is_forgotten(tmp_path: Path) -> None:
-    a, b = joined(tmp_path, "a", floor=900), joined(tmp_path, "b")
-    with pytest.raises(ConfigError, match="--tier-nvme-floor 200 does not fit"):
-        member(tmp_path, "c", floor=200).join()
-    a.leave()
-    (tmp_path / "a").rmdir()
-    assert joined(tmp_path, "c", floor=200) and b
-    assert sorted(p.name[:6] for p in (tmp_path / "budget").iterdir()) == [
-        *("LOCK", "SERVER", "SERVER", "TABLE-")
-    ]
-
-
 def test_another_total_is_refused_while_one_lives(tmp_path: Path) -> None:
     a = joined(tmp_path, "a")
     with pytest.raises(ConfigError, match="another total than the 1000 bytes"):
@@ -94,9 +80,7 @@ def damage(table: Path) -> None:
 @pytest.mark.parametrize(
     "harm",
     [
-        Path.unlink,
         damage,
-        lambda table: table.write_bytes(table.read_bytes()[:20]),
         lambda table: table.write_bytes(b""),
         lambda table: table.write_bytes(seal(["another", "kind"])),
     ],
@@ -126,39 +110,10 @@ def test_one_that_comes_back_too_large_is_due(tmp_path: Path) -> None:
         assert a.enter(table, 600).due_bytes == 300
 
 
-def test_a_removed_file_of_one_kills_nobody(tmp_path: Path) -> None:
-    a, b = joined(tmp_path, "a"), joined(tmp_path, "b")
-    set_cap(a, 700)
-    (tmp_path / "budget" / f"SERVER-{a.name}").unlink()
-    with DirectoryLock(tmp_path / "a"):  # as a server that has its store open
-        assert record_of(b, a).cap_bytes == 700 and record_of(b, a).is_live
-        with a.table():
-            a.hold()
-    a.leave()
-    assert not record_of(b, a).is_live, "its file is there again"
-
-
-def test_what_lies_beside_is_left_alone(tmp_path: Path) -> None:
-    place = tmp_path / "budget"
-    place.mkdir()
-    (place / "notes.txt").write_text("mine")
-    (place / "SERVER-x").mkdir()
-    (place / ("SERVER-" + "0" * 32)).write_bytes(b"torn")
-    (place / ("SERVER-" + "1" * 32)).symlink_to("/etc/hostname")
-    joined(tmp_path, "a")
-    assert (place / "notes.txt").read_text() == "mine"
-
-
 def test_a_table_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "budget").mkdir()
     (tmp_path / "budget" / "TABLE-2").write_bytes(b"of the future")
     with pytest.raises(ConfigError, match="TABLE-2, of another version"):
-        member(tmp_path, "a").join()
-
-
-def test_a_directory_that_cannot_be_used_is_said(tmp_path: Path) -> None:
-    (tmp_path / "budget").write_text("a file")
-    with pytest.raises(StoreError, match="--tier-machine-budget .* cannot be used"):
         member(tmp_path, "a").join()
 
 
@@ -173,91 +128,6 @@ def test_a_closed_shard_gives_its_oldest(tmp_path: Path) -> None:
     with DirectoryLock(tmp_path):
         assert not trim_closed(tmp_path, 100), "a process has it open"
     assert closed_bytes(tmp_path) == 300
-
-
-def dead(folder: Path, name: str) -> BudgetRecords:
-    """A closed store that has 700 of the total, and takes 450."""
-    one = joined(folder, name)
-    set_cap(one, 700)
-    regions(folder / name, 3, 150)
-    one.leave()
-    return one
-
-
-def test_a_removed_file_revives_no_dead(tmp_path: Path) -> None:
-    b = joined(tmp_path, "b")
-    a = dead(tmp_path, "a")  # nobody looked since
-    (tmp_path / "budget" / f"SERVER-{a.name}").unlink()
-    found = record_of(b, a)
-    assert (found.is_live, found.cap_bytes) == (False, 450)
-
-
-def test_what_pins_kept_is_asked_again(tmp_path: Path) -> None:
-    a, b = dead(tmp_path, "a"), joined(tmp_path, "b")
-    pin = tmp_path / "a" / ("PIN-" + "a" * 32)
-    pin.write_bytes(b"keeps who knows what")
-    found = record_of(b, a)
-    assert found.keeps_bytes == found.cap_bytes >= 450
-    pin.unlink()
-    assert record_of(b, a).keeps_bytes == 0
-
-
-def test_a_shard_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    b = joined(tmp_path, "b")
-    a = dead(tmp_path, "a")
-    listdir = os.listdir
-
-    def failing(path: Path | int = -1) -> list[str]:
-        if path == tmp_path / "a":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return listdir(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "listdir", failing)
-        found = record_of(b, a)
-        assert not found.is_live
-        assert found.keeps_bytes == found.cap_bytes == 700, "it may take all that it had"
-        joined(tmp_path, "c")
-    assert record_of(b, a).keeps_bytes == 0, "it can be read again"
-
-
-def test_a_closed_store_is_listed_when_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each server reads the table twice a second, and a store may have 20,000 files."""
-    b, a = joined(tmp_path, "b"), dead(tmp_path, "a")
-    os.utime(tmp_path / "a", (1e9, 1e9))
-    record_of(b, a)
-    listed, listdir = [], os.listdir
-
-    def counting(path: Path | int = -1) -> list[str]:
-        listed.append(path)
-        return listdir(path)
-
-    monkeypatch.setattr(os, "listdir", counting)
-    for _ in range(3):
-        record_of(b, a)
-    assert tmp_path / "a" not in listed
-    (tmp_path / "a" / region_name(9)).write_bytes(bytes(50))
-    assert record_of(b, a).held_bytes == 500
-    assert tmp_path / "a" in listed
-
-
-def test_a_start_that_failed_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its own lock is nobody else's."""
-    one = member(tmp_path, "a")
-    (tmp_path / "a").mkdir()
-
-    def failing(_: Path) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(machine_budget, "closed_bytes", failing)
-        with pytest.raises(StoreError, match="Input/output error"):
-            one.join()
-    assert one.join()
 
 
 def test_a_directory_of_everybody_is_refused(tmp_path: Path) -> None:
@@ -287,44 +157,3 @@ def test_a_record_of_no_store_is_dropped(tmp_path: Path, field: str) -> None:
     (tmp_path / "budget" / "TABLE-1").write_bytes(seal((TOTAL, {name: record})))
     with b.table() as table:
         assert name not in table.records
-
-
-def test_a_file_of_another_name_is_no_store(tmp_path: Path) -> None:
-    place = tmp_path / "budget"
-    a, b = dead(tmp_path, "a"), joined(tmp_path, "b")
-    (place / f"SERVER-{a.name}").rename(place / ("SERVER-" + "0" * 32))
-    (place / "TABLE-1").unlink()
-    with b.table() as table:
-        assert "0" * 32 not in table.records
-
-
-def test_a_fifo_is_never_the_table(tmp_path: Path) -> None:
-    temporary = tmp_path / "budget" / "TABLE-1.tmp"
-    temporary.parent.mkdir()
-    os.mkfifo(temporary)
-    reader = os.open(temporary, os.O_RDWR)  # without it who opens it to write hangs
-    a = joined(tmp_path, "a")
-    assert (tmp_path / "budget" / "TABLE-1").is_file()
-    assert record_of(joined(tmp_path, "b"), a).cap_bytes == FLOOR
-    os.close(reader)
-
-
-def test_floors_of_its_own_other_ranks_refuse_nothing(tmp_path: Path) -> None:
-    """They go with their shards: a server that comes again with more ranks takes their place."""
-    for name in ("mine", "other"):
-        (tmp_path / name).mkdir()
-    joined(tmp_path, "other/tp0of1", floor=500)
-    joined(tmp_path, "mine/tp0of1", floor=500).leave()
-    joined(tmp_path, "mine/tp0of2", floor=250)
-    with pytest.raises(ConfigError, match="--tier-nvme-floor 501 does not fit"):
-        member(tmp_path, "mine/tp1of2", floor=501).join()
-
-
-def test_a_table_at_rest_is_not_written(tmp_path: Path) -> None:
-    a = joined(tmp_path, "a")
-    before = os.stat(tmp_path / "budget" / "TABLE-1")
-    with a.table():
-        pass
-    assert os.path.samestat(before, os.stat(tmp_path / "budget" / "TABLE-1"))
-    set_cap(a, 300)
-    assert not os.path.samestat(before, os.stat(tmp_path / "budget" / "TABLE-1"))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from sglang_tiered.storage.base import Job, JobKind, Run
-from sglang_tiered.storage.promises import Promises, all_true, ended, is_true, keep, promise
+from sglang_tiered.storage.promises import Promises, all_true, is_true, keep, promise
 
 
 def test_the_whole_ends_with_its_last_part() -> None:
@@ -18,15 +16,6 @@ def test_the_whole_ends_with_its_last_part() -> None:
     assert not whole.done()
     keep(first, True)
     assert whole.result(0.0)
-
-
-@pytest.mark.parametrize("outcomes", [(True, False), (False, True), (False, False)])
-def test_one_refusal_is_a_refusal_of_all(outcomes: tuple[bool, bool]) -> None:
-    assert all_true([ended(outcome) for outcome in outcomes]).result(0.0) is False
-
-
-def test_nothing_to_wait_for_is_over_at_once() -> None:
-    assert all_true([]).result(0.0) is True
 
 
 def test_who_waits_cannot_cancel_for_others() -> None:

@@ -1,8 +1,9 @@
-"""``keygen``: what it writes, what it says, and one sentence for what cannot work."""
+"""``keygen``: keys that let both roles talk, are their owner's alone, and replace no others."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -15,52 +16,27 @@ from sglang_tiered.wire.keys import load_keys
 
 pytestmark = pytest.mark.timeout(60)
 
-FILES = {"prefill.key", "prefill.key_secret", "decode.key", "decode.key_secret"}
 
-
-def test_keys_of_one_directory_let_both_roles_talk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--out", str(tmp_path / "keys")]) == 0
-    out = capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "keys").iterdir()} == FILES
-    assert all(name in out for name in FILES)
-    # Each role gets what the command says, and no more.
-    hosts = {
-        "prefill": {"prefill.key_secret", "decode.key"},
-        "decode": {"decode.key_secret", "prefill.key"},
-    }
-    keys = {}
-    for role, names in hosts.items():
-        directory = tmp_path / role
-        directory.mkdir()
-        for name in names:
-            copied = directory / name
-            copied.write_bytes((tmp_path / "keys" / name).read_bytes())
-            copied.chmod(stat.S_IMODE((tmp_path / "keys" / name).stat().st_mode))
-        keys[role] = load_keys(directory, role)
+def test_keys_of_one_directory_let_both_roles_talk(tmp_path: Path) -> None:
+    """Each role gets what the command says, and no more."""
+    made, keys = tmp_path / "keys", {}
+    assert main(["--out", str(made)]) == 0
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        (tmp_path / role).mkdir()
+        for name in (f"{role}.key_secret", f"{other}.key"):
+            shutil.copy(made / name, tmp_path / role)
+        keys[role] = load_keys(tmp_path / role, role)
     with prefill(keys=keys["prefill"]) as sender, decode(keys=keys["decode"]) as receiver:
         sender.endpoint.expect_room(1)
         receiver.open(1, [sender], [1])
         sender.events.wait_for("ready", 1)
 
 
-def test_servers_that_share_pages_have_one_pair(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--role", "peer", "--out", str(tmp_path / "keys")]) == 0
-    out = capsys.readouterr().out
-    names = {"peer.key", "peer.key_secret"}
-    assert {path.name for path in (tmp_path / "keys").iterdir()} == names
-    assert all(name in out for name in (*names, "--tier-peer-keys"))
-    keys = load_keys(tmp_path / "keys", "peer")
-    assert keys.peer_public == keys.public
-
-
-def test_secret_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", [(), ("--role", "peer")])
+def test_secret_keys_are_for_their_owner_alone(tmp_path: Path, role: tuple[str, ...]) -> None:
     before = os.umask(0)
     try:
-        assert main(["--out", str(tmp_path / "keys")]) == 0
+        assert main([*role, "--out", str(tmp_path / "keys")]) == 0
     finally:
         os.umask(before)
     for path in (tmp_path / "keys").iterdir():
@@ -71,26 +47,7 @@ def test_secret_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
 
 def test_keys_in_use_are_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--out", str(tmp_path)])
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     (tmp_path / "prefill.key").unlink()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert "exists" in cli_of(main, capsys)("--out", tmp_path).refusal
-    del before["prefill.key"]
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "--help tells"),
-        ("--out", "--help tells"),
-        ("--out x --bits 4", "--help tells"),
-        ("--out x --role king", "--help tells"),
-        ("--out {file}/keys", "file"),
-    ],
-)
-def test_a_wrong_command_line_is_answered_briefly(
-    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    words = words.format(file=tmp_path / "file")
-    assert said in cli_of(main, capsys)(*words.split()).refusal

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from kit.unprivileged import run_unprivileged
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.wire.keys import PEER, TAG_BYTES, Tagger, load_keys, make_keys, new_session_key
+from sglang_tiered.wire.keys import TAG_BYTES, Tagger, load_keys, make_keys, new_session_key
 
 
 def test_each_role_loads_pair_and_peer_key(tmp_path: Path) -> None:
@@ -25,32 +23,6 @@ def test_each_role_loads_pair_and_peer_key(tmp_path: Path) -> None:
     assert len({prefill.public, prefill.secret, decode.public, decode.secret}) == 4
 
 
-def test_next_keys_of_the_other_are_tried_last(tmp_path: Path) -> None:
-    make_keys(tmp_path / "a")
-    make_keys(tmp_path / "b", ["prefill"])
-    (tmp_path / "b" / "prefill.key").rename(tmp_path / "a" / "prefill-2.key")
-    (tmp_path / "a" / "prefill-2.key").chmod(0o644)
-    decode = load_keys(tmp_path / "a", "decode")
-    first, second = (keys.peer_public for keys in decode.for_each_peer())
-    assert first == load_keys(tmp_path / "a", "prefill").public != second
-    (tmp_path / "a" / "prefill-2.key").write_text("no key")
-    with pytest.raises(ConfigError, match="prefill-2.key is not a usable key"):
-        load_keys(tmp_path / "a", "decode")
-
-
-@pytest.mark.parametrize("role", ["prefill", PEER])
-def test_keys_behind_a_closed_folder_are_told(role: str, tmp_path: Path) -> None:
-    (tmp_path / "closed").mkdir()
-    (tmp_path / "closed").chmod(0o600)
-    load = (
-        "import pathlib, sys; from sglang_tiered.wire.keys import load_keys; "
-        "load_keys(pathlib.Path(sys.argv[1]), sys.argv[2])"
-    )
-    ended = run_unprivileged([sys.executable, "-c", load, str(tmp_path / "closed/keys"), role])
-    (tmp_path / "closed").chmod(0o700)
-    assert "ConfigError: " in ended.stderr and "cannot be read (Permission denied)" in ended.stderr
-
-
 UNUSABLE = ["", "no key at all", 'curve\n  public-key = "short"\n', "\xff"]
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no secret": (lambda folder: (folder / "prefill.key_secret").unlink(), "prefill.key_secret"),
@@ -60,16 +32,9 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: shutil.copyfile(folder / "prefill.key", folder / "prefill.key_secret"),
         "no secret key",
     ),
-    "others write the key": (
-        lambda folder: (folder / "decode.key").chmod(0o666),
-        r"decode\.key can be written by others.*chmod go-w",
-    ),
-} | {
-    f"others write the folder: {mode:o}": (
-        lambda folder, mode=mode: folder.chmod(mode),
-        r"--transfer-keys .*written by others.*chmod go-w",
-    )
-    for mode in (0o777, 0o1777, 0o770)
+    "others write the key": (lambda folder: (folder / "decode.key").chmod(0o666), "go-w"),
+    "all write the folder": (lambda folder: folder.chmod(0o1777), "--transfer-keys .*go-w"),
+    "a group writes the folder": (lambda folder: folder.chmod(0o770), "--transfer-keys .*go-w"),
 }
 
 
@@ -96,12 +61,6 @@ def test_a_file_that_is_no_key_is_refused(content: str, name: str, tmp_path: Pat
         load_keys(tmp_path, "prefill")
 
 
-def test_missing_peer_pair_is_named_with_its_flag(tmp_path: Path) -> None:
-    make_keys(tmp_path)
-    with pytest.raises(ConfigError, match=r"--tier-peer-keys .*peer.key_secret.*--role peer"):
-        load_keys(tmp_path, PEER)
-
-
 def test_authenticator_binds_key_and_part_boundaries() -> None:
     tagger = Tagger(b"k" * 32)
     tag = tagger.tag(b"ab", b"c")
@@ -112,13 +71,6 @@ def test_authenticator_binds_key_and_part_boundaries() -> None:
     assert not Tagger(b"j" * 32).is_right(tag, b"ab", b"c")
     assert not tagger.is_right(b"", b"ab", b"c")
     assert not tagger.is_right(tag[:-1], b"ab", b"c")
-
-
-def test_without_a_key_only_empty_tags_verify() -> None:
-    tagger = Tagger(b"")
-    assert tagger.tag(b"x") == b""
-    assert tagger.is_right(b"", b"x")
-    assert not tagger.is_right(b"forged", b"x")
 
 
 def test_each_session_has_a_fresh_key(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from sglang_tiered.sharing.pages.server import Place, ServeQueue, ServeRequest, _payload
+from sglang_tiered.sharing.pages.serving import ServeQueue, ServeRequest
 from sglang_tiered.sharing.settings import PageSettings
 
 SETTINGS = PageSettings(max_serving_bytes=1000, max_queued_bytes=4000)
@@ -93,37 +93,3 @@ def test_a_queue_takes_and_gives_what_fits(seed: int) -> None:
     for one in held:
         queue.release_memory(one)
     assert queue._clients.keys() == {name for name, some in waiting.items() if some}
-
-
-class Read:
-    def __init__(self, data: bytes, places: list[Place | None]) -> None:
-        self.data = memoryview(data)
-        self.places = places
-        self.is_outage = False
-
-    def release(self) -> None: ...
-
-
-SIZE = 700_000
-
-
-@pytest.mark.parametrize(
-    ("places", "frames"),
-    [
-        (
-            [Place(0, SIZE, 1), Place(SIZE, SIZE, 2), None, Place(3 * SIZE, SIZE - 5, 3)],
-            [(0, 1 << 20), (1 << 20, 2 * SIZE), (3 * SIZE, 4 * SIZE - 5)],
-        ),
-        (
-            [Place(0, 100, 1), Place(4096, 50, 2), Place(8192, 1, 3)],
-            [(0, 100), (4096, 4146), (8192, 8193)],
-        ),
-        ([None, None], []),
-    ],
-)
-def test_adjacent_pages_share_bounded_frames(
-    places: list[Place | None], frames: list[tuple[int, int]]
-) -> None:
-    """And what lies between others is not sent."""
-    data = random.Random(2).randbytes(4 * SIZE)
-    assert _payload(Read(data, places), 1 << 20) == [data[start:end] for start, end in frames]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from kit.runs import NAMESPACE, blank, make_run, page_data
 from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import Reason, Run
-from sglang_tiered.storage.bucket import BucketEngine, directory
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
-from sglang_tiered.storage.bucket.directory import STAGED, Directory
+from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.requests import BucketError, Requests
 
 Read = Callable[[int, Sequence[Any], int, int], int]
@@ -112,146 +111,6 @@ def test_no_read_that_waits_fills_the_callers_pages(
     again = blank(run)
     assert finished(engine.submit_load(again, deadline_s=TIMEOUT_S)) == [Reason.OK] * run.num_pages
     assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
-
-
-def test_an_open_that_hangs_holds_no_load(
-    make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor another load's deadline, nor closing: metadata takes as long as a read may."""
-    engine, run = stored(make_engine, tmp_path, num_connections=4, request_timeout_s=0.2)
-    reached, opened, inner = threading.Event(), threading.Event(), directory._open
-
-    def hangs(name: str, flags: int, folder: int) -> int:
-        if run.keys[0].hex() in name:
-            reached.set()
-            assert opened.wait(TIMEOUT_S)
-        return inner(name, flags, folder)
-
-    monkeypatch.setattr(directory, "_open", hangs)
-    target = blank(run)
-    try:
-        late = engine.submit_load(target, deadline_s=0.05)
-        assert reached.wait(TIMEOUT_S)
-        assert finished(late)[0] is Reason.IO_ERROR
-        filled = page_data(target)
-        other = Run(run.keys[1:], run.pages[1:])
-        finished(engine.submit_load(blank(other), deadline_s=0.05))
-        left = engine.submit_load(blank(run))
-        closing = threading.Thread(target=engine.close, daemon=True)
-        closing.start()
-        closing.join(TIMEOUT_S)
-        assert not closing.is_alive()
-        assert left.done
-    finally:
-        opened.set()
-    assert engine._workers.join(TIMEOUT_S)
-    assert page_data(target) == filled, "a buffer was touched after its job"
-
-
-def test_a_file_of_tomorrow_hides_no_later_page(make_engine: Any, tmp_path: Path) -> None:
-    """As one that was restored or touched: others list from the newest time on."""
-    engine, run = stored(make_engine, tmp_path)
-    tomorrow = time.time() + 86_400.0
-    os.utime(object_of(tmp_path, run.keys[0]), (tomorrow, tomorrow))
-    reader = make_engine(url=tmp_path.as_uri())
-    assert reader.refresh(TIMEOUT_S)
-    later = make_run(2, [100])
-    assert finished(engine.submit_store(later)) == [Reason.OK]
-    assert reader.refresh(TIMEOUT_S)
-    assert reader.contains(later.keys) == [True]
-
-
-@pytest.mark.parametrize("part", range(6))
-def test_a_page_under_another_name_is_refused(make_engine: Any, tmp_path: Path, part: int) -> None:
-    """Of another key, tenant, namespace, time, or with a later stamp: that is how it was stored."""
-    engine, run = stored(make_engine, tmp_path)
-    file = object_of(tmp_path, run.keys[3])
-    fields = file.name.split("-")
-    namespace = b"\x77" * 32 if part == 5 else engine._state.namespace
-    if part < 5:
-        digit = "1" if fields[part][-1] != "1" else "2"
-        length = run.pages[3][0].nbytes
-        fields[part] = f"{length:x}" if part == 4 else fields[part][:-1] + digit
-    folder = tmp_path / "v2" / namespace.hex() / "pages" / "2023111422"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "-".join(fields)).write_bytes(file.read_bytes())
-    if part == 4:
-        file.unlink()
-    other = make_engine(url=tmp_path.as_uri(), namespace=namespace)
-    assert other.refresh(TIMEOUT_S)
-    key = bytes.fromhex(fields[3])
-    if part in (0, 1, 2, 4):  # beside the true one, which is younger or as good
-        file.unlink(missing_ok=True)
-        other = make_engine(url=tmp_path.as_uri(), namespace=namespace)
-        assert other.refresh(TIMEOUT_S)
-    assert other.contains([key]) == [True]
-    target = blank(Run((key,), (run.pages[3],)))
-    assert finished(other.submit_load(target)) == [Reason.CORRUPT]
-    assert other.contains([key]) == [False]
-
-
-def test_a_folder_removed_meanwhile_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a server that deleted the last page in it. Others may read what is there."""
-    folder, removed = Directory(tmp_path), [True]
-    make = os.mkdir
-
-    def then_remove(path: Any, *arguments: Any, **named: Any) -> None:
-        make(path, *arguments, **named)
-        if removed and path == "1":
-            removed.pop()
-            os.rmdir(path, **named)
-
-    monkeypatch.setattr(os, "mkdir", then_remove)
-    before = os.umask(0o027)
-    try:
-        folder.write("v2/n/pages/1/a", b"12")
-    finally:
-        os.umask(before)
-    assert not removed
-    file = tmp_path / "v2/n/pages/1/a"
-    assert file.read_bytes() == b"12"
-    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o640, 0o750)
-    for data in (b"12", b"34"):
-        folder.write("v2/n/pages/1/a", data)
-        assert folder.read("v2/n/pages/1/a", 9) == data
-        Directory(tmp_path).remove("v2/n/pages/1/a")
-        with pytest.raises(FileNotFoundError):
-            folder.read("v2/n/pages/1/a", 9)
-
-
-def test_only_pages_are_read_from_kept_folders(tmp_path: Path) -> None:
-    """What is renamed or mounted there has other records and pins."""
-    folder = Directory(tmp_path / "now")
-    for data in (b"old", b"new"):
-        for path in ("v2/erased/1", "v2/n/pins/1", "v2/n/pages/1/a"):
-            if data == b"old" or "pages" not in path:
-                Directory(tmp_path / "now").write(path, data)
-                assert folder.read(path, 9) == data
-        if data == b"old":
-            (tmp_path / "now").rename(tmp_path / "before")
-    with pytest.raises(FileNotFoundError):
-        folder.modified("v2/n/pages/1/a")
-
-
-def test_a_listing_is_in_order_from_any_path(tmp_path: Path) -> None:
-    folder = Directory(tmp_path)
-    names = sorted(f"v2/n/pages/{hour}/{second:04d}-x" for hour in range(3) for second in range(9))
-    for name in reversed(names):
-        folder.write(name, b"12")
-    listed = [each for chunk in folder.listing("v2/n/pages", None) for each in chunk]
-    assert [each.path for each in listed] == names
-    assert {each.size for each in listed} == {2}
-    for at in range(len(names)):
-        after = [e.path for chunk in folder.listing("v2/n/pages", names[at]) for e in chunk]
-        assert after == names[at + 1 :]
-    assert [e.path for c in folder.listing("v2/n/pages", "v2/n/pages/1/0004") for e in c] == names[
-        13:
-    ]
-    for name in names:
-        folder.remove(name)
-    assert folder.folders("v2/n/pages") == [], "empty folders are left"
 
 
 @pytest.mark.parametrize("kind", ["nothing", "link", "pipe", "folder"])

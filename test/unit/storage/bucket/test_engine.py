@@ -1,26 +1,20 @@
-"""One engine: what it writes, deadlines, budgets, and what a bucket that fails does."""
+"""One engine: what it writes, its budgets, and namespaces that change."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
 
-from kit.clock import Clock
 from kit.request_hooks import Gate, listed
-from kit.runs import NAMESPACE, blank, make_run, make_soft_run, of, page_data, soft_encoding
+from kit.runs import NAMESPACE, make_run, make_soft_run, of, page_data, soft_encoding
 from kit.tiers import load, loads, store
-from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import Erasure, Health, Reason, Run
-from sglang_tiered.storage.bucket import discovery
-from sglang_tiered.storage.bucket.names import PageName
-from sglang_tiered.storage.promises import is_true
+from kit.waiting import TIMEOUT_S, finished
+from sglang_tiered.storage.base import Reason, Run
 
-A, B = b"a" * 16, b"b" * 16
+A = b"a" * 16
 
 
 def test_a_page_is_one_object_and_nothing_else(make_engine: Any) -> None:
@@ -45,20 +39,6 @@ def test_a_page_is_one_object_and_nothing_else(make_engine: Any) -> None:
     assert engine.stats().capacity_bytes == 1 << 40
 
 
-def test_a_deadline_does_not_cost_what_already_arrived(make_engine: Any) -> None:
-    engine = make_engine(num_connections=1)
-    first, second = make_run(1, [4096]), make_run(2, [4096])
-    for run in (first, second):
-        finished(engine.submit_store(run))
-    gate = Gate(engine, "get", second.keys[0].hex())
-    both = Run(first.keys + second.keys, first.pages + second.pages)
-    target = blank(both)
-    reasons = finished(engine.submit_load(target, deadline_s=0.3))
-    gate.opened.set()
-    assert reasons == [Reason.OK, Reason.IO_ERROR]
-    assert page_data(target)[0] == page_data(first)[0]
-
-
 def test_the_budgets_of_a_day_reject_stores(make_engine: Any) -> None:
     engine = make_engine(writes_per_day=500_000)  # bursts of a tenth
     store(engine, make_run(1, [40_000]))
@@ -68,30 +48,6 @@ def test_the_budgets_of_a_day_reject_stores(make_engine: Any) -> None:
     engine = make_engine(requests_per_day=20)
     results = [finished(engine.submit_store(make_run(seed, [100])))[0] for seed in range(10, 14)]
     assert results == [Reason.OK, Reason.OK, Reason.REJECTED, Reason.REJECTED]
-
-
-def test_a_directory_that_cannot_be_made_only_misses(make_engine: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    engine = make_engine(url=(tmp_path / "file" / "store").as_uri())
-    eventually(lambda: engine.stats().health is Health.MISS_ONLY)
-    assert finished(engine.submit_store(make_run(1, [10]))) == [Reason.REJECTED]
-    (tmp_path / "file").unlink()
-    eventually(lambda: engine.stats().health is Health.RUNNING)
-    store(engine, make_run(1, [10]))
-    assert (tmp_path / "file" / "store").stat().st_mode & 0o777 == 0o700
-
-
-def test_pages_past_their_time_to_live_are_misses(make_engine: Any) -> None:
-    now = [1_000_000.0]
-    engine = make_engine(ttl_s=60.0, clocks={"wall_clock": lambda: now[0]})
-    old, young = make_run(1, [100]), make_run(2, [100])
-    # The first that is stored tells by how much the store's clock differs.
-    store(engine, old)
-    now[0] += 50
-    store(engine, young)
-    now[0] += 20
-    assert engine.refresh(TIMEOUT_S)
-    assert engine.contains([*old.keys, *young.keys]) == [False, True]
 
 
 def test_stores_under_way_finish_under_the_old_namespace(make_engine: Any) -> None:
@@ -128,71 +84,6 @@ def test_encoded_pages_come_back_as_they_were(make_engine: Any, tmp_path: Path, 
         other = Run(run.keys[:1], ((memoryview(bytearray(num_bytes)),),))
         assert finished(b.submit_load(other)) == [Reason.MISS]
     assert b.stats().stored_bytes < run.num_bytes
-
-
-def test_a_clock_that_is_off_hides_no_page(make_engine: Any) -> None:
-    """Wrong when it starts, or set while it runs: others list from a time on."""
-    clock, wall = Clock(1000.0), Clock(time.time() - 3600.0)
-    a, reader = make_engine(), make_engine()
-    store(a, make_run(1, [100]))
-    assert reader.refresh(TIMEOUT_S, full=True)
-    off = make_engine(clocks={"wall_clock": wall, "clock": clock})
-    for seed in (2, 3):
-        run = make_run(seed, [100] * 8)
-        store(off, run)
-        assert reader.refresh(TIMEOUT_S)
-        assert all(reader.contains(run.keys)), "it waits for the next full listing"
-        clock.now += 601.0
-        wall.now += 7200.0
-
-
-def test_a_look_for_news_lists_little(make_engine: Any) -> None:
-    """Not two minutes of what a fleet stores. And it says when the first is over."""
-    a, clock = make_engine(), Clock(1000.0)
-    now, layout = int(time.time()), a._state.layout
-    for number in range(5000):
-        name = PageName(number.to_bytes(32, "big"), A, 1, 0, now - 100 + number // 50)
-        a._requests.put(name.path(layout), b"1")
-    b = make_engine(clocks={"clock": clock})
-    assert b.refresh(TIMEOUT_S)
-    assert b.has_listed
-    assert "get" not in b.object_stats().requests, "names say it all"
-    for seconds, least, most in ((5.0, 3, 4), (61.0, 6, 9), (5.0, 3, 4)):
-        clock.now += seconds
-        before = b.object_stats().requests["list"]
-        assert b.refresh(TIMEOUT_S)
-        assert least <= b.object_stats().requests["list"] - before <= most
-    gate = Gate(b, "listing")
-    b.set_namespace(b"\x22" * 32)
-    assert gate.reached.wait(TIMEOUT_S)
-    assert not b.has_listed
-    gate.opened.set()
-    eventually(lambda: b.has_listed)
-
-
-def test_a_full_listing_leaves_lookups_the_lock(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And drops what is gone, and the rest of what was erased."""
-    monkeypatch.setattr(discovery, "MAX_STEPS", 3)
-    engine, kept, gone = make_engine(), of(B, make_run(2, [100])), of(B, make_run(3, [100] * 5))
-    for run in (of(A, make_run(1, [100] * 8)), kept, gone):
-        finished(engine.submit_store(run))
-    index, sizes = engine._state.index, list[int]()
-    sweep = index.sweep
-
-    def noted(keys: Sequence[bytes], *, unseen: bool) -> int:
-        sizes.append(len(keys))
-        return sweep(keys, unseen=unseen)
-
-    monkeypatch.setattr(index, "sweep", noted)
-    assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
-    paths = listed(engine, engine._state.layout.pages)
-    engine._requests.delete([path for path in paths if kept.keys[0].hex() not in path])
-    assert engine.refresh(TIMEOUT_S, full=True)
-    assert max(sizes) == 3
-    assert index.keys() == list(kept.keys) and index.num_dead == 0
-    assert engine.object_stats().num_pages_vanished == 5
 
 
 def test_confirming_ends_in_time(make_engine: Any) -> None:

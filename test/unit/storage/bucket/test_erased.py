@@ -1,20 +1,15 @@
-"""Records of erasures: what they say of a page, and how they are read and merged."""
+"""Records of erasures: what they say of a page, damaged ones too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from kit.request_hooks import before, refuse
 from kit.waiting import TIMEOUT_S
 from sglang_tiered.checksummed import seal
-from sglang_tiered.storage import base
 from sglang_tiered.storage.base import Erasure
-from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket import erased as records
 from sglang_tiered.storage.bucket.erased import BucketErasures, Record
 
@@ -71,114 +66,8 @@ def test_too_many_keys_hide_more_never_less(monkeypatch: pytest.MonkeyPatch) -> 
     assert not erased.hides(N, A, b"x" * 32, 10)
 
 
-def test_a_fold_holds_lookups_for_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of millions of hashes, all numbers took a tenth of a second to choose one of."""
-    sizes = []
-    median = np.median
-
-    def measured(numbers: NDArray[np.uint32]) -> float:
-        sizes.append(len(numbers))
-        return float(median(numbers))
-
-    monkeypatch.setattr(np, "median", measured)
-    monkeypatch.setattr(records, "_MAX_KEYS", 1 << 12)
-    monkeypatch.setattr(records, "_MAX_HASHES", 1 << 15)
-    erased = BucketErasures()
-    for number in range(1, 8):
-        keys = [b"%016d%016d" % (number, i) for i in range(5000)]
-        erased.add(Record(number, Erasure.of(keys), b"", f"{number}", 0.0))
-    assert 0 < max(sizes) <= 1 << 13
-    assert erased.hides(N, A, b"%016d%016d" % (1, 7), 0)
-    assert not erased.hides(N, A, b"x" * 32, 5), "more than half is folded"
-
-
-def put_records(engine: BucketEngine, keys: Sequence[bytes]) -> list[str]:
-    """A record of each key, in the order of their numbers."""
-    whats = [Erasure.of([key]) for key in keys]
-    paths = [records.record_path(number, what, N) for number, what in enumerate(whats, 1)]
-    for path, what in zip(paths, whats, strict=True):
-        engine._requests.put(path, records.record_data(what))
-    return paths
-
-
-def all_killed(engine: BucketEngine, keys: Sequence[bytes]) -> bool:
-    with engine._state.lock:
-        return all(engine._state.erased.kills(N, A, key, n) for n, key in enumerate(keys))
-
-
-def test_what_was_read_before_an_error_is_kept(make_engine: Any) -> None:
-    a, keys = make_engine(), [bytes([n]) * 32 for n in range(20)]
-    assert a.refresh(TIMEOUT_S)
-    paths = put_records(a, keys)
-    asked = before(a, "get", refuse, paths[14])
-    assert not a.refresh(TIMEOUT_S)
-    assert a.refresh(TIMEOUT_S)
-    assert [asked.count(path) for path in paths[:14]] == [1] * 14
-    assert all_killed(a, keys)
-
-
-def test_failing_readers_skip_no_merged_record(make_engine: Any) -> None:
-    """What is read behind one that a collector merged says nothing of it."""
-    a, keys, merges = make_engine(), [bytes([n]) * 32 for n in range(5)], list[bool]()
-    assert a.refresh(TIMEOUT_S)
-    paths = put_records(a, keys)
-
-    def merge() -> None:
-        entries = [records._RecordEntry(n, bytes([n]) * 16, 0.0, keys[n - 1]) for n in (1, 2)]
-        a._requests.put(merged_path(2), seal(records._Merged(entries)))
-        a._requests.delete(paths[:2])
-        merges.append(True)
-
-    def fail() -> None:
-        if merges:
-            refuse()
-
-    before(a, "get", merge, paths[1])
-    before(a, "listing", fail, records.ERASED, times=2)
-    assert not a.refresh(TIMEOUT_S)
-    assert a.refresh(TIMEOUT_S) and merges
-    assert all_killed(a, keys)
-
-
 def merged_path(number: int) -> str:
     return f"{records.ERASED}/{number:012x}-{'ab' * 16}-m{1:012x}"
-
-
-@pytest.mark.parametrize("num_entries", [8, 1], ids=["many records", "a record of many pages"])
-def test_the_lock_is_let_go_of_between_pieces(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch, num_entries: int
-) -> None:
-    """Of one object: as it is read at a start, lookups wait for each of a million pages."""
-    monkeypatch.setattr(base, "PIECE_KEYS", 2)
-    a, keys = make_engine(), [bytes([n]) * 32 for n in range(16)]
-    assert a.refresh(TIMEOUT_S)
-    if num_entries == 1:
-        what = Erasure.of(keys)
-        a._requests.put(records.record_path(8, what, N), records.record_data(what))
-    else:
-        parts = [b"".join(keys[n : n + 2]) for n in range(0, 16, 2)]
-        entries = [
-            records._RecordEntry(n + 1, bytes([n]) * 16, 0.0, part) for n, part in enumerate(parts)
-        ]
-        a._requests.put(merged_path(8), seal(records._Merged(entries)))
-    lock, apply, taken, at = a._state.lock, a._state.apply, [0], list[int]()
-
-    class Counted:
-        def __enter__(self) -> None:
-            lock.acquire()
-            taken[0] += 1
-
-        def __exit__(self, *_: object) -> None:
-            lock.release()
-
-    def noted(record: Record) -> None:
-        at.append(taken[0])
-        apply(record)
-
-    a._state.lock, a._state.apply = Counted(), noted  # type: ignore[method-assign, assignment]
-    assert a.refresh(TIMEOUT_S)
-    assert len(set(at)) == len(at) >= 8
-    assert all(a._state.erased.kills(N, A, key, 0) for key in keys)
 
 
 @pytest.mark.parametrize("number", [0, 9, 1 << 31])
@@ -193,16 +82,6 @@ def test_a_merged_record_names_none_beyond_its_own(make_engine: Any, number: int
         assert a._state.erased.hides(N, A, b"x" * 32, 7), "what it said is unknown"
 
 
-def test_a_page_named_twice_is_erased_once(make_engine: Any) -> None:
-    """Other tiers are told of it, and count what goes."""
-    a, key, told = make_engine(), b"k" * 32, list[Erasure]()
-    what = Erasure((key, key))
-    a._requests.put(records.record_path(1, what, N), records.record_data(what))
-    a.report_erased(told.extend)
-    assert a.refresh(TIMEOUT_S)
-    assert [each.keys for each in told] == [(key,)]
-
-
 @pytest.mark.parametrize("named", ["n" + "0" * 63, "t" + "0" * 31, "m0", "z"])
 def test_a_damaged_name_hides_all_that_is_older(make_engine: Any, named: str) -> None:
     """It stops no listing, or erasures of other servers would not be heard of any more."""
@@ -213,16 +92,3 @@ def test_a_damaged_name_hides_all_that_is_older(make_engine: Any, named: str) ->
         assert a._state.erased.hides(N, A, b"x" * 32, 7), "what it said is unknown"
         assert not a._state.erased.kills(N, A, b"x" * 32, 7), "nothing is deleted for it"
         assert not a._state.erased.hides(N, A, b"x" * 32, 8)
-
-
-def test_records_of_many_pages_are_merged_too() -> None:
-    size = records._MAX_MERGED_BYTES // 32 // 4
-    found = [
-        Record(
-            n, Erasure.of(bytes([n]) * 30 + k.to_bytes(2) for k in range(size)), b"", str(n), 1.0
-        )
-        for n in range(1, 10)
-    ]
-    merges = list(records.mergeable(found, 0.0))
-    assert [replaced for _, _, replaced in merges] == [["1", "2", "3"], ["4", "5", "6"]]
-    assert max(len(data) for _, data, _ in merges) <= records._MAX_MERGED_BYTES

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import pytest
 from kit.request_hooks import Gate, before, listed, refuse
 from kit.runs import NAMESPACE, make_run, select
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage import base
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
-from sglang_tiered.storage.bucket import BucketEngine, names, state
+from sglang_tiered.storage.bucket import BucketEngine, names
 from sglang_tiered.storage.bucket import erased as records
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.directory import Listed
@@ -25,32 +23,13 @@ from sglang_tiered.storage.bucket.pins import pack_pin
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.pins import Pin
 
-A, B, C, N, M = b"a" * 16, b"b" * 16, b"c" * 16, b"n" * 32, b"m" * 32
+A, B, N, M = b"a" * 16, b"b" * 16, b"n" * 32, b"m" * 32
 PAGES = [100, 200, 300]
 RUN = make_run(1, PAGES)
 
 
 def store(engine: BucketEngine, run: Run) -> None:
     assert set(finished(engine.submit_store(run))) <= {Reason.OK, Reason.DUPLICATE}
-
-
-def test_many_pages_take_several_records(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several pieces each, and all of them in one object if they are small."""
-    monkeypatch.setattr(base, "RECORD_KEYS", 2)
-    monkeypatch.setattr(base, "PIECE_KEYS", 1)
-    a, b, told = make_engine(), make_engine(), list[Erasure]()
-    b.report_erased(told.extend)
-    store(a, RUN)
-    assert is_true(a.erase(Erasure.of(RUN.keys)), TIMEOUT_S)
-    assert len(listed(a, records.ERASED)) == 1
-    assert listed(a, a._state.layout.pages) == []
-    assert b.refresh(TIMEOUT_S) and a.refresh(TIMEOUT_S, full=True)
-    assert {what.keys for what in told} == {(key,) for key in RUN.keys}
-    assert b.contains(RUN.keys) == [False] * 3
-    for engine in (a, b):
-        store(engine, RUN)
-        assert all(engine.contains(RUN.keys)), "it is erased again"
-    assert make_engine().refresh(TIMEOUT_S) and make_engine(namespace=M).refresh(TIMEOUT_S)
 
 
 def test_closing_ends_erasures_that_go_on(make_engine: Any) -> None:
@@ -68,23 +47,6 @@ def test_closing_ends_erasures_that_go_on(make_engine: Any) -> None:
     assert not closing.is_alive()
     assert not any(is_true(each, TIMEOUT_S) for each in begun)
     assert not listed(other, records.ERASED), "it goes on"
-
-
-def test_a_hundred_forgets_at_once_are_one_record(a: BucketEngine, b: BucketEngine) -> None:
-    """Or the last waits for the puts of all others. What is stored behind them counts."""
-    keys, gate = [bytes([n, n + 1]) * 16 for n in range(100)], Gate(a, "put", "/erased/", 1)
-    begun = [a.erase(Erasure(tenant=B))]
-    assert gate.reached.wait(TIMEOUT_S)
-    begun += [a.erase(Erasure.of([key])) for key in keys] + [a.erase(Erasure(tenant=A))]
-    pages = ((memoryview(b"x"),),) * 100
-    job = a.submit_store(Run(tuple(keys), pages, A))
-    gate.opened.set()
-    assert all(is_true(each, TIMEOUT_S) for each in begun)
-    assert len(listed(a, records.ERASED)) == 3
-    assert set(finished(job)) == {Reason.OK}
-    assert b.refresh(TIMEOUT_S) and all(b.contains(keys)), "they count as older than some"
-    with b._state.lock:
-        assert all(b._state.erased.kills(N, C, key, 1) for key in keys)
 
 
 def test_the_owner_hears_before_anything_counts_as_younger(
@@ -114,19 +76,6 @@ def test_the_owner_hears_before_anything_counts_as_younger(
     assert len(told) == 1, "its own tier knows what it erased itself"
 
 
-def test_a_start_tells_many_records_at_once(a: BucketEngine, b: BucketEngine) -> None:
-    for number in range(20):
-        assert is_true(a.erase(Erasure(tenant=bytes([number + 1]) * 16)), TIMEOUT_S)
-    told: list[Sequence[Erasure]] = []
-    b.report_erased(told.append)
-    assert b.refresh(TIMEOUT_S)
-    eventually(lambda: sum(map(len, told)) == 20)
-    assert len(told) <= 3, "what was read before the call, and since"
-    assert "get" not in b.object_stats().requests, "their names say it all"
-    assert b.refresh(TIMEOUT_S, full=True)
-    assert sum(map(len, told)) == 20, "they are told again"
-
-
 def test_what_peers_tell_hides_before_its_record(a: BucketEngine, b: BucketEngine) -> None:
     what = Erasure.of(RUN.keys[:2])
     store(a, RUN)
@@ -140,22 +89,6 @@ def test_what_peers_tell_hides_before_its_record(a: BucketEngine, b: BucketEngin
     assert b.refresh(TIMEOUT_S)
     store(b, RUN)
     assert all(b.contains(RUN.keys))
-
-
-def test_ever_more_erasures_take_no_more_memory(
-    a: BucketEngine, b: BucketEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(state, "_MAX_HEARD", 3)
-    wanted = [Erasure(tenant=bytes([n + 1]) * 16) for n in range(10)]
-    wanted.append(Erasure.of(RUN.keys))
-    for what in wanted:
-        assert is_true(a.erase(what), TIMEOUT_S)
-    assert b.refresh(TIMEOUT_S)
-    for engine in (a, b):
-        assert len(engine._state.heard) == 3
-        store(engine, RUN)
-        engine.erase(replace(wanted[-1], spread=False))
-        assert all(engine.contains(RUN.keys)), "the last is forgotten"
 
 
 def test_a_late_owner_is_told_before_it_stores(
@@ -217,68 +150,6 @@ def test_a_record_of_an_absurd_number_stops_nothing(
         store(a, run)
         assert b.refresh(TIMEOUT_S)
         assert all(b.contains(run.keys))
-    else:
-        assert "no number left" in str(a._requests.troubles) or not a.contains(run.keys)[0]
-
-
-def test_a_pin_behind_an_erasure_is_younger(a: BucketEngine, b: BucketEngine) -> None:
-    before(a, "put", refuse, "/erased/")
-    gate = Gate(a, "put", "/erased/")
-    begun = a.erase(Erasure.of(RUN.keys))
-    pinned = a.pin("p", RUN.keys)
-    gate.opened.set()
-    assert not is_true(begun, TIMEOUT_S)
-    assert is_true(pinned, TIMEOUT_S)  # type: ignore[arg-type]
-    assert is_true(a.erase(Erasure(tenant=B)), TIMEOUT_S), "and all that was asked before"
-    assert len(listed(a, records.ERASED)) == 2, "a record was deleted that was written late"
-    for engine in (a, b):
-        assert engine.refresh(TIMEOUT_S, full=True)
-        assert engine.has_pin("p"), "it counts as older than what was erased before"
-
-
-def test_forgetting_pages_lists_no_others(a: BucketEngine, b: BucketEngine) -> None:
-    """It would for each, of every namespace: for minutes, while pins and other erasures wait."""
-    run, unknown = make_run(1, PAGES), make_run(2, PAGES)
-    store(a, run)
-    store(b, unknown)
-    prefixes = before(a, "listing", lambda: None, times=0)
-    assert is_true(a.erase(Erasure.of([*run.keys[:2], *unknown.keys])), TIMEOUT_S)
-    assert set(prefixes) == {records.ERASED, a._state.layout.pins}
-    assert len(listed(b, b._state.layout.pages)) == 1 + 3, "what it knows is gone"
-    assert b.refresh(TIMEOUT_S, full=True)
-    assert not any(b.contains([*run.keys[:2], *unknown.keys]))
-    eventually(lambda: len(listed(b, b._state.layout.pages)) == 1, "the rest stays for ever")
-
-
-def merged(engine: BucketEngine, *, after_s: float = 3600.0) -> int:
-    """Collect as if it were so much later; how many records are left."""
-    clock = time.time() + after_s
-    Collector(engine._requests, CollectorSettings(), clock=lambda: clock).run_once(N)
-    return len(listed(engine, records.ERASED))
-
-
-def test_many_forgets_are_few_requests_of_a_start(make_engine: Any) -> None:
-    a, told, run = make_engine(), list[Erasure](), make_run(1, PAGES)
-    store(a, select(run, [0]))
-    forgets = [Erasure.of([bytes([n, n + 1]) * 16]) for n in range(120)]
-    for number, what in enumerate([*forgets, Erasure.of(run.keys[:2]), Erasure(tenant=B)]):
-        a._requests.put(records.record_path(number + 1, what, N), records.record_data(what))
-    assert a.refresh(TIMEOUT_S)
-    store(a, select(run, [1]))
-    assert merged(a) == 2, "all but the last, which gives the next its number"
-    assert a.refresh(TIMEOUT_S, full=True)
-    assert [a.contains(run.keys), merged(a)] == [[False, True, False], 2]
-    b = make_engine()
-    b.report_erased(told.extend)
-    assert b.refresh(TIMEOUT_S)
-    assert b.object_stats().requests["get"] == 1
-    assert b.contains(run.keys) == [False, True, False], "each keeps its number"
-    eventually(lambda: len(told) == 122)
-    assert {what.id for what in forgets} <= {what.id for what in told}, "each keeps its name"
-    assert is_true(b.erase(Erasure.of(run.keys[1:2])), TIMEOUT_S)
-    assert a.refresh(TIMEOUT_S)
-    assert not any(a.contains(run.keys))
-    assert merged(a, after_s=40 * 86_400.0) == 1
 
 
 def test_records_merged_under_a_reader_are_read(a: BucketEngine, b: BucketEngine) -> None:
@@ -287,14 +158,15 @@ def test_records_merged_under_a_reader_are_read(a: BucketEngine, b: BucketEngine
     for number, key in enumerate(keys):
         what = Erasure.of([key])
         a._requests.put(records.record_path(number + 1, what, N), records.record_data(what))
-    listing, remove = b._requests.listing, a._requests.delete
+    listing, remove, late = b._requests.listing, a._requests.delete, time.time() + 3600.0
+    collector = Collector(a._requests, CollectorSettings(), clock=lambda: late)
 
     def merged_behind(folder: str, *, after: str | None = None) -> Iterator[list[Listed]]:
         yield from listing(folder, after=after)
         if folder == records.ERASED:
             for delete in (lambda _: None, remove):
                 a._requests.delete = delete  # type: ignore[method-assign, assignment]
-                merged(a)
+                collector.run_once(N)
 
     b._requests.listing = merged_behind  # type: ignore[method-assign]
     assert b.refresh(TIMEOUT_S)
@@ -328,34 +200,12 @@ def test_notes_of_pins_go_with_the_pages(make_engine: Any) -> None:
     assert b._state.pins.book.wanted(run.keys) == list(run.keys[1:])
 
 
-@pytest.mark.parametrize("case", ["told before", "over", "refused"])
-def test_no_note_outlives_an_erasure_that_is_true(make_engine: Any, case: str) -> None:
-    """Whatever memory says of the pin: a record of another eraser, which died, emptied it there."""
-    now = [time.time()]
-    a, run = make_engine(clocks={"wall_clock": lambda: now[0]}), make_run(1, PAGES)
-    until_s = now[0] + 100 if case == "over" else None
-    assert is_true(a.pin("p", run.keys, A, until_s, b"notes"), TIMEOUT_S)  # type: ignore[arg-type]
-    assert a.refresh(TIMEOUT_S)
-    if case == "told before":
-        lost = Erasure(tenant=A)
-        a._requests.put(records.record_path(1, lost, N), records.record_data(lost))
-    now[0] += 200
-    assert a.refresh(TIMEOUT_S)
-    if case == "refused":
-        before(a, "delete", refuse, "/pins/")
-        assert not is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
-    assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
-    assert not listed(a, a._state.layout.pins)
-
-
 @pytest.mark.parametrize("change", ["unpin", "pin"])
-@pytest.mark.parametrize("place", ["memory", "directory"])
 def test_no_erasure_undoes_what_a_pins_owner_did(
-    make_engine: Any, tmp_path: Path, place: str, change: str
+    make_engine: Any, tmp_path: Path, change: str
 ) -> None:
     """Between another's read of the pin and its write of it."""
-    url = f"memory://{tmp_path}" if place == "memory" else tmp_path.as_uri()
-    owner, eraser = make_engine(url=url), make_engine(url=url)
+    owner, eraser = (make_engine(url=tmp_path.as_uri()) for _ in range(2))
     gone, kept, more = (make_run(seed, PAGES) for seed in range(3))
     assert is_true(owner.pin("p", [*gone.keys, *kept.keys]), TIMEOUT_S)  # type: ignore[arg-type]
     get, is_changed = eraser._requests.get, list[bool]()
@@ -375,35 +225,6 @@ def test_no_erasure_undoes_what_a_pins_owner_did(
     assert owner.has_pin("p") == (change == "pin")
 
 
-def test_no_collector_deletes_a_pin_renewed_since(make_engine: Any) -> None:
-    """However many others are read beside it, each of which takes long."""
-    a, run, now = make_engine(), make_run(1, PAGES), time.time()
-    for number in range(20):
-        assert is_true(a.pin(f"{number}", run.keys, until_s=now + 100), TIMEOUT_S)  # type: ignore[arg-type]
-    names_of = {names.Layout(NAMESPACE).pin(f"{number}"): f"{number}" for number in range(20)}
-    get, delete, reading, gone = a._requests.get, a._requests.delete, set[str](), list[str]()
-    several = threading.Event()
-
-    def slow(path: str, nbytes: int) -> memoryview:
-        reading.add(path)
-        if len(reading) > 4:
-            several.set()
-        assert several.wait(TIMEOUT_S), "one pin is read at a time"
-        return get(path, nbytes)
-
-    def renewed_behind(paths: list[str]) -> None:
-        delete(paths)
-        gone.extend(paths)
-        if gone[:1] == paths:
-            begun = a.pin(names_of[gone[0]], run.keys, until_s=now + 900)
-            assert is_true(begun, TIMEOUT_S)  # type: ignore[arg-type]
-
-    a._requests.get, a._requests.delete = slow, renewed_behind  # type: ignore[method-assign, assignment]
-    later = Collector(a._requests, CollectorSettings(), clock=lambda: now + 200)
-    assert later.run_once(NAMESPACE).num_removed == 20
-    assert listed(a, a._state.layout.pins) == gone[:1]
-
-
 def test_no_listing_brings_a_pin_back(a: BucketEngine) -> None:
     """While the record of what was erased of it is still being written."""
     assert is_true(a.pin("p", RUN.keys, data=b"notes"), TIMEOUT_S)  # type: ignore[arg-type]
@@ -414,31 +235,6 @@ def test_no_listing_brings_a_pin_back(a: BucketEngine) -> None:
     before(a, "put", listed_before)
     assert is_true(a.erase(Erasure.of(RUN.keys)), TIMEOUT_S)
     assert a.refresh(TIMEOUT_S) and not a.has_pin("p")
-
-
-def test_hearing_of_a_forget_deletes_nothing(a: BucketEngine, b: BucketEngine) -> None:
-    """Or each of all servers deletes each page: a full listing does, which finds it left over."""
-    for engine in (a, b):
-        assert engine.refresh(TIMEOUT_S)
-    store(b, RUN)
-    assert is_true(a.erase(Erasure.of(RUN.keys)), TIMEOUT_S)
-    assert b.refresh(TIMEOUT_S)
-    with b._state.lock:
-        assert not any(b._state.index.holds(RUN.keys)) and not b._state.doomed
-    assert "delete" not in b.object_stats().requests
-    assert b.refresh(TIMEOUT_S, full=True)
-    eventually(lambda: not listed(b, b._state.layout.pages))
-
-
-def test_erasures_asked_for_together_list_once(make_engine: Any) -> None:
-    """As a purge: of the tenant, and of those whose tenant is unknown."""
-    a, second = make_engine(), list["Future[bool]"]()
-    store(a, make_run(1, PAGES))
-    before(a, "put", lambda: second.append(a.erase(Erasure(tenant=B))))
-    folders = before(a, "listing", lambda: None, times=0)
-    assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
-    assert is_true(second[0], TIMEOUT_S)
-    assert folders.count(a._state.layout.pages) == 1
 
 
 def test_forgets_that_keep_coming_are_answered(make_engine: Any) -> None:
@@ -457,40 +253,3 @@ def test_a_failed_record_fails_no_later_erasure(make_engine: Any) -> None:
     before(a, "put", lambda: later.append(a.erase(Erasure.of([b"k" * 32]))))
     assert not is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
     assert is_true(later[0], TIMEOUT_S), "it was not tried"
-
-
-class Unwalked(dict[Any, Any]):
-    """What is asked for one at a time, or copied, but not gone through in place."""
-
-    def items(self) -> Any:
-        raise AssertionError("all were gone through, with lookups waiting")
-
-    __iter__ = items
-
-
-def test_a_forget_of_others_walks_no_staged_page(make_engine: Any) -> None:
-    """Lookups wait meanwhile."""
-    a, run = make_engine(num_connections=1), make_run(1, PAGES)
-    gate = Gate(a, "put")
-    job = a.submit_store(run)
-    assert gate.reached.wait(TIMEOUT_S)
-    with a._state.lock:
-        staged, a._state.uploads = a._state.uploads, Unwalked(a._state.uploads)
-    try:
-        erased = [a.erase(Erasure.of([N])), a.erase(Erasure(tenant=A))]
-    finally:
-        with a._state.lock:
-            a._state.uploads = staged
-        gate.opened.set()
-    assert set(finished(job)) == {Reason.OK}
-    assert all(is_true(each, TIMEOUT_S) for each in erased)
-
-
-def test_a_record_keeps_lookups_waiting_for_no_walk(a: BucketEngine) -> None:
-    """Through all records that were ever written."""
-    assert a.refresh(TIMEOUT_S, full=True)
-    with a._state.lock:
-        a._state.erased.known = Unwalked(a._state.erased.known)
-    for tenant in (A, B):
-        assert is_true(a.erase(Erasure(tenant=tenant)), TIMEOUT_S)
-    assert len(listed(a, records.ERASED)) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from kit.faulty import fail_once
 from kit.runs import blank, make_run
 from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import Erasure, Health, Reason, Run
-from sglang_tiered.storage.bucket import discovery, transfers
+from sglang_tiered.storage.base import Erasure, Health, Reason
+from sglang_tiered.storage.bucket import transfers
 from sglang_tiered.storage.promises import is_true
 
 
@@ -21,23 +20,13 @@ class Panic(BaseException):
     """As the library's own: none of ``Exception``."""
 
 
-@pytest.mark.parametrize("url", ["memory", "directory"])
 @pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
 @pytest.mark.parametrize("name", ["page_checksum", "put", "is_page"])
 def test_an_internal_error_ends_one_job_alone(
-    make_engine: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    url: str,
-    error: BaseException,
-    name: str,
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, name: str
 ) -> None:
-    clock = Clock(100.0)
-    place = {} if url == "memory" else {"url": tmp_path.as_uri()}
-    engine, run = (
-        make_engine(num_connections=1, clocks={"clock": clock}, **place),
-        make_run(1, [99]),
-    )
+    clock, run = Clock(100.0), make_run(1, [99])
+    engine = make_engine(num_connections=1, clocks={"clock": clock})
     assert engine.refresh(TIMEOUT_S)  # or its first pass ends the pause
     if name == "is_page":
         store(engine, run)
@@ -53,22 +42,6 @@ def test_an_internal_error_ends_one_job_alone(
     assert finished(engine.submit_store(run))[0] in (Reason.OK, Reason.DUPLICATE)
     assert load(engine, run) == [Reason.OK]
     assert all(thread.is_alive() for thread in engine._workers._threads)
-
-
-@pytest.mark.parametrize("error", [MemoryError(), Panic()], ids=["memory", "library"])
-def test_the_next_pass_lists_pages_after_internal_errors(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    run = make_run(1, [4096])
-    assert finished(make_engine().submit_store(run)) == [Reason.OK]
-    left = fail_once(monkeypatch, discovery, "parse_page", error)
-    other = make_engine(num_connections=1)
-    if left:  # its first pass may still be to come
-        other.refresh(TIMEOUT_S, full=True)
-    assert not left
-    assert other.refresh(TIMEOUT_S, full=True)
-    assert other.lookup(run.keys).num_hits == 1
-    assert all(thread.is_alive() for thread in other._workers._threads)
 
 
 def test_an_owner_that_fails_ends_no_discovery(make_engine: Any) -> None:
@@ -91,35 +64,3 @@ def test_an_owner_that_fails_ends_no_discovery(make_engine: Any) -> None:
     assert finished(a.submit_store(run)) == [Reason.OK]
     assert b.refresh(TIMEOUT_S)
     assert b.contains(run.keys) == [True]
-
-
-def test_a_first_pass_that_fails_is_paused(make_engine: Any) -> None:
-    clock, seen = Clock(1000.0), list[None]()
-    engine = make_engine(clocks={"clock": clock})
-    assert engine.refresh(TIMEOUT_S)
-
-    def fail(*_: object) -> None:
-        seen.append(None)
-        raise RuntimeError
-
-    engine._requests.each = fail  # type: ignore[method-assign, assignment]
-    engine.set_namespace(b"\x22" * 32)
-    eventually(lambda: seen, "it looks at the new one")
-    assert not engine.refresh(TIMEOUT_S)
-    assert not engine.refresh(TIMEOUT_S)
-    assert len(seen) == 3, "it spins"
-    clock.now += 1.5
-    engine._wake_discovery()
-    eventually(lambda: len(seen) == 4, "it gave up")
-
-
-def test_erasures_are_finished_after_internal_errors(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    run = Run((b"k" * 32,), (make_run(1, [4096]).pages[0],), b"a" * 16)
-    store(engine, run)
-    fail_once(monkeypatch, engine._requests, "folders", MemoryError())
-    assert not is_true(engine.erase(Erasure(tenant=run.tenant)), TIMEOUT_S)
-    folder = engine._state.layout.pages
-    eventually(lambda: not list(engine._requests.listing(folder)), "it is not tried again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +14,17 @@ from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 
 
-@pytest.mark.parametrize("way", ["copy", "in place"])
-def test_a_deadline_waits_for_a_running_copy(make_engine: Any, tmp_path: Path, way: str) -> None:
+def test_a_deadline_waits_for_a_running_copy(make_engine: Any, tmp_path: Path) -> None:
     """And what came to its end meanwhile is not said to have arrived."""
-    engine = make_engine(**({} if way == "copy" else {"url": tmp_path.as_uri()}))
-    run = make_run(1, [4096])
+    engine, run = make_engine(url=tmp_path.as_uri()), make_run(1, [4096])
     finished(engine.submit_store(run))
-    copying, goes_on = threading.Event(), threading.Event()
-
-    if way == "copy":
-        deliver = engine._transfers._deliver
-
-        def slowly(stored: memoryview, page: tuple[memoryview, ...]) -> Reason:
-            copying.set()
-            assert goes_on.wait(TIMEOUT_S)
-            return deliver(stored, page)
-
-        engine._transfers._deliver = slowly  # type: ignore[method-assign]
-    else:
-        gate = Gate(engine, "read_cached")
-        copying, goes_on = gate.reached, gate.opened
-    target = blank(run)
+    gate, target = Gate(engine, "read_cached"), blank(run)
     job = engine.submit_load(target, deadline_s=0.01)
-    assert copying.wait(TIMEOUT_S)
+    assert gate.reached.wait(TIMEOUT_S)
     (load,) = engine._state.open_loads
     eventually(lambda: not load.is_open, "its deadline passed")
     assert not job.done, "the buffers were given back under a copy"
-    goes_on.set()
+    gate.opened.set()
     assert finished(job) == [Reason.IO_ERROR]
     assert bytes(target.pages[0][0]) == bytes(run.pages[0][0])
 

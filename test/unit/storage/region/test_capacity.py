@@ -1,18 +1,17 @@
-"""A capacity that changes while the store is open: beside pins, loads, erasures and shares."""
+"""A capacity that changes while the store is open, beside pins."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit.faulty import Fault, FaultyDevice
-from kit.runs import blank, make_run, of, page_data
+from kit.faulty import FaultyDevice
+from kit.runs import make_run, of
 from kit.tiers import load, open_region, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
+from sglang_tiered.storage.base import NO_TENANT, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.pins import PinRefusal
@@ -95,19 +94,6 @@ def test_the_oldest_go_and_the_rest_stays(engine: RegionEngine) -> None:
     assert held(engine, more) == list(range(10))
 
 
-def test_capacity_never_grows_while_it_shrinks(engine: RegionEngine) -> None:
-    fill(engine, range(11))
-    jobs = [engine.submit_store(run_of(number)) for number in range(50, 90)]
-    engine.capacity.set(4 * REGION)
-    seen = []
-    while engine.capacity.room().is_shrinking:
-        seen.append(engine.stats().capacity_bytes)
-    for job in jobs:
-        finished(job)
-    assert seen == sorted(seen, reverse=True)
-    assert engine.stats().physical_bytes <= engine.stats().capacity_bytes == 4 * REGION
-
-
 def test_a_shrink_ends_at_pinned_regions(engine: RegionEngine) -> None:
     runs = fill(engine, range(10))
     for number in (1, 4, 7):
@@ -127,61 +113,6 @@ def test_a_shrink_ends_at_pinned_regions(engine: RegionEngine) -> None:
     eventually(lambda: engine.capacity.room().keeps_bytes == REGION, "it could give more now")
     shrink(engine, 2)
     assert engine.stats().capacity_bytes == 2 * REGION
-
-
-def test_the_bound_on_pins_follows_the_capacity(engine: RegionEngine) -> None:
-    runs = fill(engine, range(10))
-    shrink(engine, 4)
-    keys = [key for run in runs[8:] for key in run.keys]
-    assert isinstance(engine.pin("both", keys), PinRefusal)
-    engine.capacity.set(CAPACITY)
-    assert not isinstance(engine.pin("both", keys), PinRefusal)
-
-
-def test_a_load_under_way_ends_whole(engine: RegionEngine) -> None:
-    runs = fill(engine, range(11))
-    targets = [blank(run) for run in runs]
-    jobs = [engine.submit_load(target) for target in targets]
-    shrink(engine, 2)
-    for run, target, job in zip(runs, targets, jobs, strict=True):
-        assert set(finished(job)) == {Reason.OK}
-        assert page_data(target) == page_data(run)
-    eventually(lambda: engine.stats().physical_bytes <= 2 * REGION, "readers let go")
-
-
-def test_an_erasure_amid_a_shrink_is_durable(opens: Open) -> None:
-    engine = opens()
-    runs = fill(engine, range(11))
-    engine.capacity.set(5 * REGION)
-    assert is_true(engine.erase(Erasure(runs[10].keys)), TIMEOUT_S)
-    eventually(lambda: not engine.capacity.room().is_shrinking, "it shrinks")
-    again = opens(5)
-    assert again.lookup(runs[10].keys).num_hits == 0
-    assert held(again, runs[8:10]) == [0, 1]
-
-
-def test_a_tenants_share_is_of_today(opens: Open) -> None:
-    engine = opens(max_tenant_bytes=CAPACITY // 2)
-    fill(engine, range(4), A)
-    shrink(engine, 4)
-    fill(engine, range(10, 16), A)
-    (usage,) = [each for each in engine.tenants(9) if each.tenant == A]
-    assert usage.physical_bytes <= 2 * REGION
-
-
-def test_what_it_wants_and_how_cold_it_is(opens: Open) -> None:
-    now = 100.0
-    engine = opens(clock=lambda: now)
-    assert engine.capacity.room().wants_bytes == 0, "it is not written to"
-    runs = fill(engine, range(12))
-    assert engine.capacity.room().wants_bytes >= 3 * REGION
-    assert engine.flush(TIMEOUT_S)  # a write under way would seem to hang
-    now = 170.0
-    assert engine.capacity.room().wants_bytes == 0, "nor is it now"
-    first = held(engine, runs)[0]
-    assert engine.capacity.room().coldest_s == pytest.approx(70.0)
-    load(engine, runs[first])
-    assert engine.capacity.room().coldest_s == 0.0
 
 
 @pytest.fixture
@@ -229,20 +160,3 @@ def test_saved_pages_are_written_amid_a_shrink(
     assert len(written) >= 34
     waiting = [6 * index - pages for index, pages in enumerate(written[:30])]
     assert max(waiting) < PER_REGION // 2
-
-
-def test_asking_again_forgets_no_failure(opens: Open, device: FaultyDevice) -> None:
-    """As each tick does, or a shrink whose victims stay would try all of them."""
-    engine = opens(22, device=device)
-    fill(engine, range(20))
-    device.faults = [Fault(0, "unlink", times=1000, error=errno.EIO)]
-
-    def ask(operation: str) -> None:
-        if operation == "unlink":
-            engine.capacity.set(4 * REGION)
-
-    device.before = ask
-    before = device.calls.count("unlink")
-    shrink(engine, 4)
-    assert 1 < device.calls.count("unlink") - before < 10
-    device.faults, device.before = [], None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kit.stores import plant_region
 from sglang_tiered.errors import StoreError, StoreForeignError, StoreFormatError
 from sglang_tiered.storage.region import directory as directory_module
-from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.directory import (
     DirectoryState,
     inspect,
@@ -27,7 +28,7 @@ from sglang_tiered.storage.region.files import (
     MANIFEST_NAME,
     NOTE_NAMES,
 )
-from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
+from sglang_tiered.storage.region.format import region_name
 
 
 @pytest.fixture
@@ -35,15 +36,6 @@ def store(tmp_path: Path) -> Path:
     path = tmp_path / "a" / "store"
     assert prepare(path) is DirectoryState.ABSENT
     return path
-
-
-def plant_region(path: Path, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = shard_path(path, "0")
-    shard.mkdir()
-    monkeypatch.setattr(region_format, "FORMAT_VERSION", version)
-    block = pack_region_header(RegionHeader(1 << 16, 0, b"n" * 16, 0))
-    monkeypatch.undo()
-    (shard / region_name(0)).write_bytes(block)
 
 
 def digest(path: Path) -> dict[str, bytes]:
@@ -79,9 +71,7 @@ def fill_shard(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("position", [0, 20, 25, -1, None])
-def test_damaged_manifest_among_our_files_is_repaired(
-    store: Path, monkeypatch: pytest.MonkeyPatch, position: int | None
-) -> None:
+def test_damaged_manifest_among_our_files_is_repaired(store: Path, position: int | None) -> None:
     good = (store / MANIFEST_NAME).read_bytes()
     if position is None:
         (store / MANIFEST_NAME).unlink()
@@ -89,7 +79,8 @@ def test_damaged_manifest_among_our_files_is_repaired(
         damaged = bytearray(good)
         damaged[position] ^= 1
         (store / MANIFEST_NAME).write_bytes(damaged)
-    plant_region(store, 1, monkeypatch)
+    (store / "shard-0").mkdir()
+    plant_region(store / "shard-0", 1)
     shard = fill_shard(store)
     assert inspect(store) is DirectoryState.OURS_DAMAGED
     assert prepare(store) is DirectoryState.OURS_DAMAGED
@@ -99,56 +90,49 @@ def test_damaged_manifest_among_our_files_is_repaired(
     assert not shard.exists(), "no half of a shard is left behind"
 
 
-Refusal = tuple[str, type[StoreError], str]
-REFUSALS: list[Refusal] = [
-    ("foreign", StoreForeignError, r"'thesis.tex'.*another --tier-dir"),
-    ("foreign beside a damaged manifest", StoreForeignError, r"'thesis.tex'"),
-    ("foreign in a shard", StoreForeignError, r"thesis\.tex"),
-    ("FIFO", StoreForeignError, MANIFEST_NAME),
-    ("newer manifest", StoreFormatError, "format 5, newer than 4"),
-    ("newer region", StoreFormatError, "format 4, newer than 3"),
-    ("file", StoreForeignError, "is not a directory"),
-    ("link to file", StoreForeignError, "is not a directory"),
-    ("dangling link", StoreForeignError, "is not a directory"),
-]
+def plant(path: Path, name: str, data: str = "years") -> None:
+    (path / name).parent.mkdir(parents=True, exist_ok=True)
+    (path / name).write_text(data)
 
 
-def plant(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "file":
-        path.write_text("x")
-        return
-    if "link" in kind:
-        target = path.with_name("target")
-        path.symlink_to(target)
-        if "file" in kind:
-            target.write_text("x")
-        return
-    path.mkdir()
-    if kind == "newer manifest":
-        monkeypatch.setattr(directory_module, "STORE_VERSION", 5)
+def newer_region(path: Path) -> None:
+    shard_path(path, "0").mkdir(parents=True)
+    plant_region(shard_path(path, "0"), 4)
+
+
+def newer_manifest(path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory_module, "STORE_VERSION", 5)
         prepare(path)
-        monkeypatch.undo()
-    elif kind == "newer region":
-        plant_region(path, 4, monkeypatch)
-    elif kind == "FIFO":
-        os.mkfifo(path / MANIFEST_NAME)
-    else:
-        folder = shard_path(path, "0") if "shard" in kind else path
-        folder.mkdir(exist_ok=True)
-        (folder / "thesis.tex").write_text("years")
-        if "manifest" in kind:
-            (path / MANIFEST_NAME).write_bytes(b"")
 
 
-@pytest.mark.parametrize(("kind", "error", "message"), REFUSALS)
+def fifo(path: Path) -> None:
+    path.mkdir()
+    os.mkfifo(path / MANIFEST_NAME)
+
+
+def damaged(path: Path) -> None:
+    plant(path, MANIFEST_NAME, "")
+    plant(path, "thesis.tex")
+
+
+REFUSALS: dict[str, tuple[Callable[[Path], object], type[StoreError], str]] = {
+    "foreign": (lambda p: plant(p, "x.tex"), StoreForeignError, r"'x.tex'.*another --tier-dir"),
+    "foreign beside a damaged manifest": (damaged, StoreForeignError, r"'thesis.tex'"),
+    "foreign in a shard": (lambda p: plant(p, "shard-0/x.tex"), StoreForeignError, r"x\.tex"),
+    "FIFO": (fifo, StoreForeignError, MANIFEST_NAME),
+    "newer manifest": (newer_manifest, StoreFormatError, "format 5, newer than 4"),
+    "newer region": (newer_region, StoreFormatError, "format 4, newer than 3"),
+    "file": (lambda p: p.write_text("x"), StoreForeignError, "is not a directory"),
+    "dangling link": (lambda p: p.symlink_to("no"), StoreForeignError, "is not a directory"),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSALS.values(), ids=REFUSALS)
 def test_what_is_not_ours_is_refused_untouched(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    error: type[StoreError],
-    message: str,
+    tmp_path: Path, make: Callable[[Path], object], error: type[StoreError], message: str
 ) -> None:
-    plant(kind, tmp_path / "store", monkeypatch)
+    make(tmp_path / "store")
     before = digest(tmp_path)
     for check in (inspect, prepare):
         with pytest.raises(error, match=message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from kit.faulty import FaultyDevice
 from kit.runs import OTHER_NAMESPACE, make_run
 from kit.tiers import close_whole, load, loads, open_region, store
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import JobKind, Reason, Run, Stop
+from sglang_tiered.storage.base import Reason, Run, Stop
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -40,6 +39,11 @@ class Gate:
 
 
 SIZES: dict[str, Any] = {"capacity_bytes": 4 * REGION, "region_bytes": REGION}
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
 
 
 @pytest.fixture
@@ -87,94 +91,17 @@ def test_a_store_of_the_old_namespace_stays_invisible(
     reopened.close()
 
 
-def test_largest_page_and_one_byte_more(tmp_path: Path) -> None:
-    engine = open_region(tmp_path, **SIZES)
-    largest = REGION - 4 * 4096
-    run = make_run(1, [largest, largest + 1])
-    assert finished(engine.submit_store(run)) == [Reason.OK, Reason.NO_SPACE]
-    assert load(engine, run) == [Reason.OK, Reason.MISS]
-    engine.close()
-    reopened = open_region(tmp_path, **SIZES)
-    assert reopened.lookup(run.keys).num_hits == 1
-    reopened.close()
+WRONG: list[dict[str, Any]] = [
+    *({"namespace": b"short"}, {"region_bytes": 5000}, {"region_bytes": 4096}),
+    *({"capacity_bytes": REGION - 1}, {"num_threads": 1}),
+]
 
 
-def test_capacity_of_a_single_region(tmp_path: Path) -> None:
-    engine = open_region(tmp_path, capacity_bytes=REGION, region_bytes=REGION)
-    for seed in range(5):
-        run = make_run(seed, [12_288] * 3)
-        store(engine, run)
-        loads(engine, run)
-        assert engine.stats().physical_bytes == REGION
-    close_whole(engine)
-
-
-@pytest.fixture
-def gate() -> Gate:
-    return Gate()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"namespace": b"short"},
-        {"region_bytes": 5000},
-        {"region_bytes": 4096},
-        {"capacity_bytes": REGION - 1},
-        {"num_threads": 1},
-    ],
-)
+@pytest.mark.parametrize("wrong", WRONG)
 def test_sizes_that_cannot_work(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"region_bytes|namespace|num_threads"):
         open_region(tmp_path / "s", **(SIZES | wrong))
     assert not (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize("first", [[12_000], [4096] * 10])
-def test_a_queue_takes_the_leading_pages_that_fit(
-    gated: RegionEngine, gate: Gate, first: list[int]
-) -> None:
-    """An empty one takes a store whole. What it has taken is pending until it is written."""
-    job = gated.submit_store(make_run(1, first))
-    assert gate.entered.wait(TIMEOUT_S)
-    assert gated.stats().queued_store_bytes == sum(first)
-    run = make_run(2, [4096, 3000, 4096, 100])  # the last would fit, and be of no use
-    num_taken = 2 if sum(first) < 20_000 else 0
-    second = gated.submit_store(run)
-    if num_taken:
-        assert gated.lookup(run.keys) == (0, Stop.PENDING)
-        assert load(gated, run) == [Reason.MISS] * 4
-        assert (
-            finished(gated.submit_store(Run(run.keys[:2], run.pages[:2]))) == [Reason.DUPLICATE] * 2
-        )
-    assert gated.lookup(run.keys[2:]).stop is Stop.MISS
-    gate.opened.set()
-    assert finished(job) == [Reason.OK] * len(first)
-    assert finished(second) == [Reason.OK] * num_taken + [Reason.REJECTED] * (4 - num_taken)
-    assert gated.stats().reasons[JobKind.STORE, Reason.REJECTED] == 4 - num_taken
-    expected = [Reason.DUPLICATE] * num_taken + [Reason.OK] * (4 - num_taken)
-    assert finished(gated.submit_store(run)) == expected
-    assert load(gated, run) == [Reason.OK] * 4
-
-
-class Unsearched(deque[Any]):
-    """Extents under way of which only the oldest may be looked at."""
-
-    def __iter__(self) -> Any:
-        raise AssertionError("a store got its place by a walk through all before it")
-
-
-def test_placing_a_store_walks_through_no_others(gated: RegionEngine, gate: Gate) -> None:
-    gate.passes = 1  # the header of the region
-    gated._state.writes = Unsearched()
-    jobs = [gated.submit_store(make_run(1, [4096]))]
-    assert gate.entered.wait(TIMEOUT_S)
-    jobs += [gated.submit_store(make_run(seed, [4096])) for seed in (2, 3)]
-    gate.opened.set()
-    assert [finished(job) for job in jobs] == [[Reason.OK]] * 3
-    with gated._state.lock:
-        assert not gated._state.writes
-        gated._state.writes = deque()
 
 
 def test_loads_do_not_wait_behind_stores(gated: RegionEngine, gate: Gate) -> None:

@@ -40,18 +40,11 @@ def test_contents_place_pages_as_their_extents_do() -> None:
     assert contents.of_namespace(b"m" * 32).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "region-1.kv",
-        "region-000000000000000G.kv",
-        "region-000000000000000A.kv",
-        "region-0000000000000000.kv.bak",
-        "xregion-0000000000000000.kv",
-        "region-0000000000000000.kv\n",
-        "region-ffffffffffffffff.kv",
-    ],
-)
+NAMES = "region-1.kv region-000000000000000G.kv region-000000000000000A.kv"
+OTHERS = "region-0000000000000000.kv.bak xregion-0000000000000000.kv region-ffffffffffffffff.kv"
+
+
+@pytest.mark.parametrize("name", [*NAMES.split(), *OTHERS.split(), "region-0000000000000000.kv\n"])
 def test_other_names_are_not_ours(name: str) -> None:
     assert form.parse_region_name(name) is None
 

@@ -1,35 +1,29 @@
-"""The choice of the victim."""
+"""The choice of the victim, and what is saved of it."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from sglang_tiered.storage.region import reclaim
-from sglang_tiered.storage.region.reclaim import choose_own_victim, choose_victim
+from kit.runs import make_run
+from kit.tiers import close_whole, loads, open_region, store
+from sglang_tiered.storage.region.reclaim import choose_victim
 from sglang_tiered.storage.region.regions import Region
 
-A, B = b"a" * 16, b"b" * 16
-
-
-def region(sequence: int, a: int = 0, b: int = 0) -> Region:
-    """A region of 64 KiB with so many bytes of the tenants A and B."""
-    made = Region(sequence, -1, 1 << 16, b"n" * 16, tail=4096, sealed=True)
-    made.tenant_bytes = {name: size for name, size in ((A, a), (B, b)) if size}
-    return made
+PAGE = 4096
+REGION = 64 * PAGE
 
 
 def test_useless_then_oldest_then_burdened_or_read() -> None:
-    unsealed, written, useless, oldest, young, read, heavy = map(region, range(7))
+    regions = [Region(n, -1, REGION, b"n" * 16, tail=PAGE, sealed=True) for n in range(7)]
+    unsealed, written, useless, oldest, young, read, heavy = regions
     useless.sequence = 9
     unsealed.sealed = False
     written.num_writing = read.pins = 1
     oldest.pins, oldest.syncing = 1, True  # being sealed, which ends soon
-    left = [heavy, read, young, unsealed, oldest, written, useless]
+    left = [unsealed, written, oldest, young, read, heavy, useless]
     order = []
     while victim := choose_victim(
-        sorted(left, key=lambda r: r.sequence),
-        [useless] if useless in left else [],
-        lambda r: int(r is heavy),
+        left, [useless] if useless in left else [], lambda r: int(r is heavy)
     ):
         order.append(victim)
         left.remove(victim)
@@ -37,39 +31,16 @@ def test_useless_then_oldest_then_burdened_or_read() -> None:
     assert left == [unsealed, written], "these never go"
 
 
-def test_a_useless_region_being_read_goes_last() -> None:
-    useless, idle = region(1), region(5)
-    useless.pins = 1
-    assert choose_victim([useless, idle], [useless]) is idle
-
-
-def test_the_search_ends_at_the_first_victim() -> None:
-    left = iter([region(1, a=1), region(2, a=1), region(3, a=1)])
-    victim = choose_victim(left, [])
-    assert victim is not None and victim.sequence == 1
-    assert next(left).sequence == 2, "it was looked at"
-
-
-def test_a_share_takes_its_oldest_own_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = region(3, a=40_000, b=10_000)
-    foreign, read, written = region(0, a=60_000), region(1, a=60_000), region(2, a=60_000)
-    foreign.num_foreign = read.pins = written.num_writing = 1
-    others = [region(1, a=20_000, b=20_001), foreign, read, written, region(2, b=60_000)]
-    assert choose_own_victim([*others, own, region(5, a=60_000)], A) is own
-    assert choose_own_victim(others, A) is None
-    assert choose_own_victim([own], A, lambda r: 25_001) is None, "pinned pages are written again"
-    monkeypatch.setattr(reclaim, "MAX_SAVED_BYTES", 9_999)
-    assert choose_own_victim([own], A) is None, "others' pages are, within a bound"
-
-
-def test_pins_are_counted_of_no_other_region() -> None:
-    asked: list[int] = []
-
-    def pinned(one: Region) -> int:
-        asked.append(one.sequence)
-        return 50_000 if one.sequence == 7 else 0
-
-    regions = [region(number, a=10_000, b=40_000) for number in range(7)]
-    regions += [region(7, a=60_000), region(8, a=60_000), region(9, a=60_000)]
-    assert choose_own_victim(regions, A, pinned) is regions[8]
-    assert asked == [7, 8], "the oldest that may be its own, until one is"
+def test_what_is_loaded_outlives_what_is_not(tmp_path: Path) -> None:
+    """And what was loaded once is let go in the end."""
+    engine = open_region(tmp_path / "s", capacity_bytes=4 * REGION, region_bytes=REGION)
+    hot, cold, once = (make_run(seed, [PAGE] * 3) for seed in (0, 1, 99))
+    store(engine, hot, cold, once)
+    loads(engine, once)
+    for seed in range(2, 42):  # ten times the capacity
+        store(engine, make_run(seed, [PAGE] * 50))
+        loads(engine, hot)
+    assert engine.lookup(cold.keys).num_hits == engine.lookup(once.keys).num_hits == 0
+    stats = engine.stats()
+    assert stats.bytes_reinserted == stats.num_pages_reinserted * PAGE > 3 * PAGE
+    close_whole(engine)

@@ -3,22 +3,17 @@ tried next, and what a purge leaves of them."""
 
 from __future__ import annotations
 
-import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kit.memory import MemoryEngine
-from kit.runs import OTHER_NAMESPACE, blank, make_run, of, page_data, select
-from kit.stalls import least_stall
-from kit.tiers import load, loads, store
+from kit.runs import blank, make_run, of, page_data, select
+from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import Erasure, Health, Job, LookupResult, Reason, Run, Stop, Tier
+from sglang_tiered.storage.base import Erasure, Job, LookupResult, Reason, Run, Stop, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.stack import TierStack
-from sglang_tiered.storage.stack.loading import Promoter
 from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, Span
 
 TENANT = b"a" * 16
@@ -50,18 +45,6 @@ def test_a_prefix_over_three_tiers_is_one_load(tiers: Any, three: TierStack) -> 
     assert tiers.bucket.asked == [run.keys[3:5]]
 
 
-def test_the_caller_orders_the_remote_tiers(tiers: Any, three: TierStack) -> None:
-    store(tiers.peers, select(RUN, [0, 1, 2]))
-    store(tiers.bucket, select(RUN, [0, 1, 3]))
-    assert three.lookup_spans(KEYS) == [Span(Tier.PEER, 3), Span(Tier.OBJECT, 1)]
-    tiers.order = (Tier.OBJECT, Tier.PEER)
-    spans = [(Tier.OBJECT, 2), (Tier.PEER, 1), (Tier.OBJECT, 1)]
-    assert three.lookup_spans(KEYS) == [Span(*span) for span in spans]
-    assert load(three, RUN) == [OK] * 4
-    assert tiers.bucket.asked == [(KEYS[0], KEYS[1], KEYS[3])]
-    assert tiers.peers.asked == [(KEYS[2],)]
-
-
 @pytest.mark.parametrize("reason", [MISS, Reason.CORRUPT, IO_ERROR])
 @pytest.mark.parametrize("order", [REMOTE_TIERS, REMOTE_TIERS[::-1]])
 def test_what_one_remote_tier_fails_the_other_serves(
@@ -81,33 +64,6 @@ def test_what_one_remote_tier_fails_the_other_serves(
     assert [three.remote_stats(tier).num_promoted for tier in order] == [1, 2]
 
 
-def test_each_tier_is_asked_for_a_page_once(tiers: Any, full: TierStack) -> None:
-    for tier in (tiers.peers, tiers.bucket):
-        tier.failing = dict.fromkeys(KEYS, IO_ERROR)
-    assert load(full, RUN, tenant=TENANT) == [IO_ERROR] * 4
-    assert tiers.peers.asked == tiers.bucket.asked == [KEYS]
-
-
-def test_no_other_tier_is_tried_after_the_deadline(tiers: Any, full: TierStack) -> None:
-    tiers.peers.failing = dict.fromkeys(KEYS, MISS)
-    assert load(full, RUN, deadline_s=0.0) == [MISS] * 4
-    assert tiers.bucket.asked == []
-
-
-def test_without_a_bucket_only_demotion_is_missing(tiers: Any) -> None:
-    engine = tiers.open(peers=True, bucket=False)
-    store(engine, select(RUN, [0, 1]))
-    store(tiers.peers, select(RUN, [2, 3]))
-    assert engine.flush_to_bucket(KEYS, TIMEOUT_S) == [False] * 4
-    assert engine.contains_in_bucket(KEYS) == [False] * 4
-    assert engine.contains_remote(KEYS) == [False, False, True, True]
-    loads(engine, RUN, tenant=TENANT)
-    eventually(lambda: engine.remote_stats(Tier.PEER).num_promoted == 2, "nothing was kept")
-    engine.set_namespace(OTHER_NAMESPACE)
-    assert engine.lookup(KEYS).num_hits == 0
-    assert is_true(engine.erase(Erasure()), TIMEOUT_S)
-
-
 @pytest.mark.parametrize("keys", [None, KEYS[2:]], ids=["tenant", "pages"])
 def test_a_purge_is_propagated_unless_it_is_remote(
     tiers: Any, full: TierStack, keys: tuple[bytes, ...] | None
@@ -121,30 +77,6 @@ def test_a_purge_is_propagated_unless_it_is_remote(
     assert tiers.bucket.stats().num_pages == 4, "it purged the bucket again"
     assert is_true(full.erase(Erasure(keys, tenant)), TIMEOUT_S)
     assert tiers.peers.stats().num_pages == tiers.bucket.stats().num_pages == 4 - len(gone)
-
-
-def test_sick_peers_and_bucket_leave_each_other_serving(tiers: Any, full: TierStack) -> None:
-    for sick, well in ((tiers.peers, Tier.OBJECT), (tiers.bucket, Tier.PEER)):
-        sick.sick = True
-        assert full.lookup_spans(KEYS) == [Span(well, 4)]
-        assert load(full, RUN) == [OK] * 4
-        sick.sick = False
-    tiers.peers.sick = tiers.bucket.sick = True
-    assert full.lookup_spans(KEYS) == []
-    assert full.stats().health is Health.RUNNING, "NVMe still serves"
-
-
-def test_a_long_lookup_holds_the_scheduler_briefly(tiers: Any, three: TierStack) -> None:
-    """Held together by a bound far above what is measured, as machines differ."""
-    run = make_run(1, [512] * 1600)
-    for start, tier in enumerate((three, tiers.peers, tiers.bucket)):
-        store(tier, select(run, range(start, 1600, 3)))
-    three.lookup_spans(run.keys)
-    begun, computed = time.monotonic(), time.thread_time()
-    spans = three.lookup_spans(run.keys)
-    assert time.thread_time() - computed < 0.2, "whatever else has the core meanwhile"
-    assert time.monotonic() - begun < 5, "it waited"
-    assert sum(span.num_pages for span in spans) == 1600
 
 
 def raising(*_: Any, **__: Any) -> Any:
@@ -182,7 +114,6 @@ def test_raising_tier_leaves_no_read_unowned(
 def test_whatever_raises_its_load_ends(
     tiers: Any,
     monkeypatch: pytest.MonkeyPatch,
-    *,
     place: str,
     name: str,
     reason: Reason,
@@ -211,14 +142,3 @@ def test_raising_tier_stops_no_purge_of_others(tiers: Any, full: TierStack) -> N
     assert full._generation == generation + 1
     assert not any(tiers.bucket.contains(KEYS)), "the bucket was told"
     assert not any(full.nvme.contains(KEYS))
-
-
-def test_others_run_while_promoted_pages_are_copied() -> None:
-    """Requests wait for the thread that computes, and a promotion is not even one of theirs."""
-    promoter = Promoter(MemoryEngine(1 << 30), threading.Lock(), 1 << 30, lambda: True)
-    half = memoryview(bytearray(32 << 20))
-
-    def promote() -> None:
-        promoter.promote([b"k" * 32], [(half, half)], TENANT, Tier.OBJECT, lambda: False)
-
-    assert least_stall(promote, 0.5) <= 0.5

@@ -13,10 +13,9 @@ from kit.faulty import fail_once
 from kit.runs import OTHER_NAMESPACE, blank, make_run, of, page_data, select
 from kit.tiers import load, loads, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.storage.base import Erasure, Health, JobKind, Reason, Tier
+from sglang_tiered.storage.base import Erasure, JobKind, Reason, Tier
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.stack import TierStack, loading
+from sglang_tiered.storage.stack import TierStack, promotion
 from sglang_tiered.storage.stack.tiers import StackSettings
 
 PAGES = [8192] * 4
@@ -54,40 +53,6 @@ def test_a_page_the_disk_lost_comes_from_below(still: TierStack, tiers: Any) -> 
 def damage(directory: Path, data: bytes) -> None:
     for file in directory.glob("*.kv"):
         file.write_bytes(file.read_bytes().replace(data, bytes([data[0] ^ 1]) + data[1:]))
-
-
-def test_a_late_bucket_load_is_no_hit(engine: TierStack, tiers: Any) -> None:
-    run = make_run(1, PAGES)
-    store(tiers.bucket, of(TENANT, run))
-    tiers.bucket.holding = {JobKind.LOAD}
-    target = blank(run)
-    job = engine.submit_load(target, deadline_s=0.0)
-    tiers.bucket.release()
-    assert finished(job) == [Reason.CANCELLED] * 4
-    assert page_data(target) == page_data(blank(run))
-    assert tiers.bucket.deadlines == [0.0]
-
-
-# ---- Promotion ----
-
-
-def test_promoted_pages_are_kept_under_their_tenant(engine: TierStack, tiers: Any) -> None:
-    run = make_run(1, PAGES)
-    store(tiers.bucket, of(TENANT, run))
-    target = blank(run)
-    finished(engine.submit_load(target, tenant=TENANT))
-    for (segment,) in target.pages:
-        segment[:] = bytes(segment.nbytes)  # the caller's again: the copy must be another
-    tiers.until(num_promoted=4)
-    assert [usage.tenant for usage in engine.nvme.tenants(9)] == [TENANT]
-    loads(engine.nvme, run)
-
-
-def test_pages_of_an_unknown_tenant_are_not_promoted(engine: TierStack, tiers: Any) -> None:
-    run = make_run(1, PAGES)
-    store(tiers.bucket, of(TENANT, run))
-    loads(engine, run)
-    assert engine.nvme.view.contains(run.keys) == [False] * 4
 
 
 @pytest.mark.parametrize(
@@ -150,40 +115,6 @@ def test_what_was_read_before_an_erasure_stays_down(
     assert three.nvme.view.contains(run.keys) == [False] * 4
 
 
-def test_pages_read_while_a_purge_begins_stay_down(
-    engine: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(1, PAGES)
-    store(tiers.bucket, of(TENANT, run))
-    erase, jobs = engine.nvme.erase, []
-
-    def erase_behind_a_read(what: Erasure) -> object:
-        jobs.append(engine.submit_load(blank(run), tenant=TENANT))
-        return erase(what)
-
-    monkeypatch.setattr(engine.nvme, "erase", erase_behind_a_read)
-    assert is_true(engine.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
-    assert finished(jobs[0]) == [Reason.OK] * 4
-    assert drained(engine.nvme, TIMEOUT_S)
-    assert engine.lookup(run.keys).num_hits == 0
-    assert engine.stack_stats().num_promotions_dropped == 4
-
-
-# ---- Demotion ----
-
-
-def test_reads_to_be_copied_are_not_loads(engine: TierStack, tiers: Any) -> None:
-    """Nobody times them, so a speed of loaded bytes over busy seconds would have no bound."""
-    run = make_run(1, PAGES)
-    store(engine, run)
-    tiers.until(num_demoted=4)
-    for loaded in (0, 4):
-        stats = engine.nvme.stats()
-        assert (stats.num_pages_loaded, stats.bytes_loaded) == (loaded, 8192 * loaded)
-        assert (stats.num_pages_copied, stats.bytes_copied) == (4, run.num_bytes)
-        load(engine, run)
-
-
 def test_stores_go_down_in_order_under_their_tenant(engine: TierStack, tiers: Any) -> None:
     runs = [of(TENANT, make_run(seed, PAGES)) for seed in range(5)]
     store(engine, *runs)
@@ -236,17 +167,6 @@ def test_nothing_is_copied_while_a_load_runs(still: TierStack, tiers: Any) -> No
     tiers.bucket.release()
     finished(job)
     tiers.until("it never went on", num_demoted=4)
-
-
-def test_an_unreachable_bucket_is_filled_when_it_returns(engine: TierStack, tiers: Any) -> None:
-    tiers.bucket.sick = True
-    run = make_run(1, PAGES)
-    store(engine, run)
-    loads(engine, run)
-    assert engine.stats().health is Health.RUNNING
-    assert engine.stack_stats().demote_backlog == 4
-    tiers.bucket.sick = False
-    tiers.until(num_demoted=4)
 
 
 def test_failed_copies_are_retried_then_dropped(engine: TierStack, tiers: Any) -> None:
@@ -348,15 +268,6 @@ def test_a_new_namespace_is_not_copied_down(engine: TierStack) -> None:
     assert engine.lookup(run.keys).num_hits == 4
 
 
-def test_nothing_is_copied_before_the_bucket_is_listed(still: TierStack, tiers: Any) -> None:
-    """However long its first listing takes: all that is there would be copied again."""
-    store(still, of(TENANT, make_run(1, PAGES)))
-    assert still.stack_stats().demote_backlog == 4
-    assert still.stack_stats().num_demoted == 0
-    tiers.bucket.known = True
-    tiers.until("it never begins", num_demoted=4)
-
-
 def test_no_copy_into_a_namespace_changed_while_reading(
     still: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,9 +315,6 @@ def test_staging_is_bounded_and_awaited_without_a_lock(
     tiers.until("it never went on", num_demoted=12)
 
 
-# ---- Flush ----
-
-
 def test_flush_goes_first_and_says_what_is_durable(still: TierStack, tiers: Any) -> None:
     run, other = of(TENANT, make_run(1, PAGES)), make_run(2, PAGES)
     store(still, select(run, [0, 1, 2]), other)
@@ -423,57 +331,3 @@ def test_flush_to_an_unreachable_tier_ends_in_time(engine: TierStack, tiers: Any
     assert time.monotonic() - begun < 5
     threading.Timer(0.1, lambda: setattr(tiers.bucket, "sick", False)).start()
     assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
-
-
-def test_flush_outlasts_a_pause_of_nvme(still: TierStack) -> None:
-    run = make_run(1, PAGES)
-    store(still, run)
-    assert isinstance(still.nvme, RegionEngine)
-    still.nvme._health.fault("a test")  # for a second
-    assert still.nvme.health is not Health.RUNNING
-    assert still.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
-
-
-# ---- Closing and erasing ----
-
-
-def test_nvme_is_closed_whatever_its_bucket_does(
-    engine: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(1, PAGES)
-    store(engine, run)
-
-    def close() -> None:
-        raise OSError("the bucket does not answer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tiers.bucket, "close", close)
-        with pytest.raises(OSError, match="does not answer"):
-            engine.close()
-    assert tiers.open().lookup(run.keys).num_hits == 4
-
-
-def test_jobs_end_when_their_engine_is_closed(engine: TierStack, tiers: Any) -> None:
-    run = make_run(1, PAGES)
-    store(tiers.bucket, run)
-    tiers.bucket.holding = {JobKind.LOAD}
-    job = engine.submit_load(blank(run))
-    closer = threading.Thread(target=engine.close)
-    closer.start()
-    tiers.bucket.release()
-    assert job.wait(TIMEOUT_S)
-    closer.join(TIMEOUT_S)
-    assert not closer.is_alive()
-    assert load(engine, run) == [Reason.CANCELLED] * 4
-
-
-def test_a_forgotten_page_leaves_both_tiers(engine: TierStack, tiers: Any) -> None:
-    run = of(TENANT, make_run(1, PAGES))
-    store(engine, run)
-    tiers.until(num_demoted=4)
-    assert is_true(engine.erase(Erasure.of(run.keys[1:2])), TIMEOUT_S)
-    for tier in (engine, engine.nvme, tiers.bucket):
-        assert tier.contains(run.keys) == [True, False, True, True]
-    store(engine, select(run, [1]))
-    eventually(lambda: all(tiers.bucket.contains(run.keys)), "what was stored again is not copied")
-    assert engine.nvme.contains(run.keys) == [True] * 4

@@ -1,286 +1,58 @@
-"""``explain`` names the cause of a slow request by its measured parts, and reads what it can."""
+"""``explain`` names the largest measured part, reads what it can, and commands no terminal."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from kit.commands import Outcome, cli_of
-from sglang_tiered.request_log import (
-    MAX_RID,
-    GivenUp,
-    Load,
-    Plan,
-    Prefill,
-    RequestRecord,
-    Sources,
-    TierLoad,
-    Wait,
-)
-from sglang_tiered.tools.causes import cause, parts
-from sglang_tiered.tools.explain import main
+from kit.commands import Cli, cli_of
+from sglang_tiered.request_record import Load, RequestRecord, TierLoad, Wait
+from sglang_tiered.tools.explain.causes import cause, parts
+from sglang_tiered.tools.explain.cli import main
 
 MiB = 1 << 20
 
 
-def record(rid: str = "r", **fields: Any) -> RequestRecord:
-    """A request of 2.3 s that ran at once."""
-    values: dict[str, Any] = {
-        "v": 1,
-        "arrived_unix_s": 1_795_697_435.0,
-        "end": "length",
-        "num_prompt_tokens": 5000,
-        "num_output_tokens": 8,
-        "admitted_s": 0.0,
-        "first_token_s": 2.2,
-        "total_s": 2.3,
-    }
-    return RequestRecord(rid=rid, **{**values, **fields})
-
-
-NVME = TierLoad(tier="nvme", at_s=0.1, read_s=1.2, num_reads=4, num_bytes=96 * MiB, expected_s=0.24)
-LOAD = Load(at_s=0.1, load_s=1.2, num_tokens=4096, num_loaded_tokens=4096, tiers=(NVME,))
-COMPUTED = Prefill(at_s=2.0, prefill_s=1.8, num_batches=1, num_tokens=5000)
-ALL = Sources(num_computed=5000)
-COMPUTES: dict[str, Any] = {"tokens": ALL, "prefill": COMPUTED}
-SHORT = msgspec.structs.replace(COMPUTED, prefill_s=0.2)
-
-
-def waits(why: str, at_s: float, wait_s: float) -> tuple[Wait, ...]:
-    return (Wait(why=why, at_s=at_s, wait_s=wait_s),)
-
-
-def plan(decision: str, **fields: Any) -> Plan:
-    return Plan(at_s=0, decision=decision, **fields)
-
-
-def load(*others: TierLoad, **fields: Any) -> Load:
-    """With other fields of its reads from NVMe."""
-    return msgspec.structs.replace(LOAD, tiers=(*others, msgspec.structs.replace(NVME, **fields)))
-
-
-LOADS = {"admitted_s": 1.3, "first_token_s": 1.39, "total_s": 1.4, "waits": waits("load", 0.1, 1.2)}
-OBJECT = msgspec.structs.replace(NVME, tier="object", read_s=0.2)
-PLANNED = plan("load", num_nvme_tokens=4096)
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        (
-            {"admitted_s": 1.9, "num_ahead": 6},
-            "1.9 of 2.3 s: waited in the queue behind 6 requests.",
-        ),
-        (
-            {"admitted_s": 1.9, "num_running": 1},
-            "1.9 of 2.3 s: waited in the queue while 1 request ran.",
-        ),
-        (
-            LOADS | {"load": LOAD},
-            "1.2 of 1.4 s: read 96MiB from nvme at 80MiB/s, planned at 400MiB/s.",
-        ),
-        (
-            COMPUTES | {"plan": plan("declined", held_load_s=0.9, held_prefill_s=0.4)},
-            "1.8 of 2.3 s: computed 5,000 tokens; declined: loading was expected to take 0.9 s and "
-            "computing 0.4 s; computing took 1.8 s.",
-        ),
-        (
-            COMPUTES | {"plan": plan("absent", prefill_all_s=1.7)},
-            "1.8 of 2.3 s: computed 5,000 tokens; absent: no tier held them; expected to take "
-            "1.7 s.",
-        ),
-        (
-            COMPUTES
-            | {"load": LOAD, "plan": PLANNED}
-            | {"given_up": GivenUp(why="late", at_s=0.3, num_tokens=4096)},
-            "1.8 of 2.3 s: computed 5,000 tokens; given up after 0.3 s, as computing the rest was "
-            "sooner by then.",
-        ),
-        (
-            COMPUTES | {"plan": PLANNED, "load": load(failed={"corrupt": 3, "io_error": 1})},
-            "1.8 of 2.3 s: computed 5,000 tokens, as pages of nvme did not arrive (pages that "
-            "failed: 3 corrupt, 1 io_error).",
-        ),
-        (
-            {"admitted_s": 2.0, "waits": waits("window", 0.1, 1.5)},
-            "1.5 of 2.3 s: waited for other loads to leave it room.",
-        ),
-        (
-            {"admitted_s": 0.2, "first_token_s": 0.3, "total_s": 9.0, "num_output_tokens": 400},
-            "8.7 of 9.0 s: generated 400 tokens; before that 0.2 of 0.3 s: waited in the queue for "
-            "the batch before it.",
-        ),
-        (
-            {"admitted_s": None, "first_token_s": None, "end": "abort", "num_ahead": 1},
-            "2.3 of 2.3 s: waited in the queue behind 1 request; aborted before it ran.",
-        ),
-        (
-            {"admitted_s": 0.1, "waits": waits("back", 0.5, 1.4), "load": LOAD}
-            | {"prefill": Prefill(at_s=0.4, prefill_s=0.4, num_batches=2, num_tokens=900)},
-            "1.4 of 2.3 s: waited for its back while its front was computed: read 96MiB from nvme "
-            "at 80MiB/s, planned at 400MiB/s.",
-        ),
-        (
-            COMPUTES | {"plan": plan("truncated", num_nvme_tokens=2000, num_peer_tokens=48)},
-            "1.8 of 2.3 s: computed 5,000 tokens, as no more than 2,048 were expected to be sooner "
-            "loaded.",
-        ),
-        (
-            {"tokens": Sources(num_nvme=4096, num_computed=904), "prefill": COMPUTED, "load": LOAD}
-            | {"plan": plan("load", prefill_all_s=1.7, prefill_rest_s=0.3)},
-            "1.8 of 2.3 s: computed 904 tokens; absent: no tier held them; expected to take 0.3 s.",
-        ),
-        (
-            {"prefill": msgspec.structs.replace(SHORT, others_s=1.9)},
-            "1.9 of 2.3 s: waited for prefills of other requests before its first token.",
-        ),
-        (
-            {"prefill": SHORT, "num_retractions": 2},
-            "2.0 of 2.3 s: other work between its batches and its first token; gave its memory "
-            "back 2 times meanwhile.",
-        ),
-        (
-            LOADS
-            | {"load": load(OBJECT)}
-            | {"plan": plan("load", num_nvme_tokens=4096, num_tokens_ahead=2000)},
-            "1.2 of 1.4 s: read 96MiB from nvme at 80MiB/s, planned at 400MiB/s, behind 2,000 "
-            "tokens of other loads.",
-        ),
-        (
-            LOADS | {"load": load(num_bytes=0, failed={"io_error": 4})},
-            "1.2 of 1.4 s: waited for nvme, which gave nothing (pages that failed: 4 io_error).",
-        ),
-    ],
-)
-def test_largest_measured_part_is_the_cause(fields: dict[str, Any], sentence: str) -> None:
-    made = record(**fields)
-    assert cause(made) == sentence
-    assert sum(part.seconds for part in parts(made)) == pytest.approx(made.total_s)
-
-
-class Log:
-    """A server's file, and the command that reads it."""
-
-    def __init__(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.path, self._capsys = path, capsys
-
-    def write(self, *records: RequestRecord, end: str = "", tail: bytes = b"") -> None:
-        path = self.path.with_name(self.path.name + end)
-        path.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in records) + tail)
-
-    def said(self, *flags: str, path: str | None = None) -> Outcome:
-        return cli_of(main, self._capsys)(self.path if path is None else path, *flags)
+def record(rid: str) -> RequestRecord:
+    """Its turn took 1.3 of 1.4 s, of which it waited 1.2 s for pages of NVMe."""
+    nvme = TierLoad("nvme", at_s=0.1, read_s=1.2, num_reads=4, num_bytes=96 * MiB, expected_s=0.24)
+    fields = {"v": 1, "rid": rid, "arrived_unix_s": 1.8e9, "end": "length", "num_prompt_tokens": 9}
+    fields |= {"admitted_s": 1.3, "first_token_s": 1.39, "total_s": 1.4}
+    fields |= {"waits": (Wait(why="load", at_s=0.1, wait_s=1.2),)}
+    fields |= {"load": Load(at_s=0.1, load_s=1.2, num_tokens=9, num_loaded_tokens=9, tiers=(nvme,))}
+    return RequestRecord(**fields)
 
 
 @pytest.fixture
-def log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Log:
-    return Log(tmp_path / "log", capsys)
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return cli_of(main, capsys)
 
 
-def test_summary_names_the_slowest_first(log: Log) -> None:
-    log.write(*(record(f"r{number}", total_s=10.0 + number, tokens=ALL) for number in range(9)))
-    code, out, err = log.said()
-    assert (code, err) == (0, "")
-    assert re.findall(r"^r\d", out, re.MULTILINE) == ["r8", "r7", "r6", "r5", "r4"]
-    assert "9 requests, arrived from 2026-11-26" in out
-    assert re.search(r"computed +45,000 +100%", out)
-    assert re.search(r"whole +14\.0 s +18\.0 s +18\.0 s", out), "median, 95th percentile, largest"
-    assert log.said("--slower-than", "18s")[0] == 1
+def test_largest_measured_part_is_the_cause() -> None:
+    made = record("r")
+    assert cause(made) == "1.2 of 1.4 s: read 96MiB from nvme at 80MiB/s, planned at 400MiB/s."
+    assert sum(part.seconds for part in parts(made)) == pytest.approx(made.total_s)
 
 
-def test_last_request_of_an_id_is_shown(log: Log) -> None:
-    """Clients may use one again, and the file before is older."""
-    log.write(*(record("r", num_output_tokens=number) for number in (2, 3)))
-    log.write(record("r", num_output_tokens=1), record("old"), end=".1")
-    _, out, err = log.said("--rid", "r", "--json")
-    assert json.loads(out)["record"]["num_output_tokens"] == 3
-    assert "3 requests have this id" in err
-    assert log.said("--rid", "old")[0] == 0
-    assert json.loads(log.said("--json")[1])["summary"]["num_requests"] == 4
-
-
-def test_replicas_files_are_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = Log(tmp_path / "log[a]", capsys)
-    for number in range(2):
-        log.write(record(f"r{number}", replica=number), end=f".replica{number}")
-    log.write(record("old"), end=".replica0.1")
-    _, out, _ = log.said("--json")
-    assert sorted(each["rid"] for each in json.loads(out)["requests"]) == ["old", "r0", "r1"]
-
-
-def test_damaged_lines_are_counted_and_skipped(log: Log) -> None:
+def test_damaged_lines_are_counted_and_skipped(cli: Cli, tmp_path: Path) -> None:
     other = b'{"v":2,"rid":"later"}\n{"v":2,"rid":"later","end":"stop","num_prompt_tokens":1,'
     other += b'"arrived_unix_s":1.0,"total_s":1.0}\n'
     long = b'{"v":1,"rid":"' + b"x" * (3 << 20) + b'"}\n'
-    log.write(record("whole"), tail=b"\0\0\0\n\n[1]\n" + other + long + b'{"v":1,"rid":"ha')
-    code, out, err = log.said("--json")
+    whole = msgspec.json.encode(record("whole")) + b"\n"
+    (tmp_path / "log").write_bytes(whole + b"\0\0\0\n\n[1]\n" + other + long + b'{"v":1,"rid":"ha')
+    code, out, err = cli(tmp_path / "log", "--json")
     report = json.loads(out)
     assert code == 0 and [each["rid"] for each in report["requests"]] == ["whole"]
     assert (report["num_damaged_lines"], report["num_lines_of_other_versions"]) == (4, 2)
     assert "4 damaged or half lines were skipped" in err and "2 lines of another version" in err
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda path: None, "does not exist"),
-        (lambda path: path.mkdir(), "is no ordinary file"),
-        (lambda path: path.write_text("root:x:0:0\n"), "holds no line that a server writes"),
-        (lambda path: path.write_bytes(b"\xff\xfe" * 999), "holds no line that a server writes"),
-    ],
-)
-def test_wrong_file_is_one_sentence(log: Log, make: Any, sentence: str) -> None:
-    make(log.path)
-    assert sentence in log.said().refusal
-
-
-def test_absurd_figures_end_no_report(log: Log) -> None:
-    def made(rid: str, **figures: Any) -> RequestRecord:
-        return record(rid, admitted_s=2.2, waits=waits("load", 0.1, 2.0), load=load(**figures))
-
-    long = msgspec.json.encode(made("long")).replace(b"100663296", b"1" + b"0" * 400)
-    log.write(made("at-once", read_s=1e-300, expected_s=1e-300), tail=long + b"\n")
-    code, out, err = log.said("--json")
-    assert code == 0 and [each["rid"] for each in json.loads(out)["requests"]] == ["at-once"]
-    assert "1 damaged or half lines were skipped" in err
-
-
-@pytest.mark.parametrize("name", ["", "/", "**"])
-def test_name_of_no_file_is_one_sentence(name: str, log: Log) -> None:
-    assert log.said(path=name).refusal
-
-
-def test_long_id_is_found_whole(log: Log) -> None:
-    log.write(record("r" * MAX_RID))
-    assert log.said("--rid", "r" * 1000)[0] == 0
-
-
-def test_nothing_found_is_exit_code_one(log: Log) -> None:
-    log.write()
-    assert log.said()[:2] == (0, "no request was recorded\n")
-    log.write(record())
-    assert log.said("--rid", "other")[0] == 1
-    code, _, err = log.said("--slower-than", "1m")
-    assert code == 1 and "none of 1 requests took longer than 60 s" in err
-    assert log.said("--slower-than", "soon")[0] == 2
-    assert log.said("--slower-than", "1", "--rid", "r")[0] == 2
-
-
-def test_one_request_is_a_timeline_with_shares(log: Log) -> None:
-    log.write(record(admitted_s=1.15, tokens=ALL, prefill=COMPUTED))
-    _, out, _ = log.said("--rid", "r")
-    assert re.search(r"in the queue +0\.000 s +1\.150 s +50%", out)
-    assert "tokens: 5,000 computed" in out
-
-
-def test_control_characters_do_not_reach_terminals(log: Log) -> None:
-    log.write(record("\x1b[2Jr"))
+def test_control_characters_do_not_reach_terminals(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(msgspec.json.encode(record("\x1b[2Jr")) + b"\n")
     for more in ((), ("--rid", "\x1b[2Jr")):
-        assert "\x1b" not in log.said(*more)[1]
-    _, _, err = log.said(path=str(log.path.with_name("\x1b[2J")))  # as a shell's ``*`` may name it
-    assert "does not exist" in err and "\x1b" not in err
+        assert "\x1b" not in cli(tmp_path / "log", *more).out
+    refusal = cli(tmp_path / "\x1b[2J").refusal  # as a shell's ``*`` may name it
+    assert "does not exist" in refusal and "\x1b" not in refusal

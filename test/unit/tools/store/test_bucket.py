@@ -1,25 +1,21 @@
-"""``stat``, ``verify`` and ``gc`` of a URL, over a directory and over a real S3 API."""
+"""``stat``, ``verify`` and ``gc`` of a URL."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bucket_engines import opened, paths, run_of, store
+from bucket_engines import opened, run_of, store
 from object_proxy import FaultProxy, expire, status
 from object_server import CREDENTIALS, ObjectServer, s3_environment
 
 from kit.commands import Cli
 from kit.runs import NAMESPACE
-from kit.stores import open_engine
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region.directory import shard_path
-from sglang_tiered.storage.region.notes import PageSize, add_page_size
 
 TENANT = b"\x22" * 16
 OTHER = b"\x44" * 32
@@ -63,40 +59,6 @@ def test_stat_counts_what_is_there_and_writes_nothing(cli: Cli, url: str, tmp_pa
     assert (ours["pages"], ours["erased_pages"], ours["tenants"]) == (12, 4, 1)
     assert ours["stored_bytes"] == 36_000
     assert (report["total"]["pages"], report["erasures"]) == (16, 1)
-    assert 0 <= ours["newest_age_s"] <= ours["oldest_age_s"] < 60
-    out = cli("stat", url).out
-    assert NAMESPACE.hex()[:16] in out
-    assert "4 pages are erased" in out
-
-
-def test_a_bucket_path_is_taken_as_servers_do(
-    cli: Cli, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(url, 1)
-    monkeypatch.chdir(tmp_path)
-    for place in (tmp_path / "bucket", "bucket"):
-        assert answer(cli, "stat", place)["total"]["pages"] == 4
-        assert answer(cli, "verify", place)
-        assert answer(cli, "gc", place, "--ttl", "14d")
-    assert cli("dump", "bucket").code == 2
-
-
-def test_tokens_of_a_bucket_are_those_servers_noted(cli: Cli, url: str, tmp_path: Path) -> None:
-    fill(url, 1)
-    fill(url, 2, namespace=OTHER)
-    engine = open_engine(shard_path(tmp_path / "kv", "tp0of1-pp0of1-dp0-0"))
-    add_page_size(engine.notes, NAMESPACE, PageSize(64, 3000))
-    add_page_size(engine.notes, OTHER, PageSize(64, 1000))  # others are there
-    report = answer(cli, "stat", url, "--tier-dir", tmp_path / "kv")
-    assert [entry["tokens"] for entry in report["namespaces"]] == [256, None]
-    assert "256" in cli("stat", url, "--tier-dir", tmp_path / "kv").out
-    assert answer(cli, "stat", url)["namespaces"][0]["tokens"] is None
-    for others, tokens in (((), 256), ((100,), None), ((3000,), 0)):
-        add_page_size(engine.notes, OTHER, PageSize(64, 4000, 1, others))
-        report = answer(cli, "stat", url, "--tier-dir", tmp_path / "kv")
-        assert report["namespaces"][1]["tokens"] == tokens, "shorter ones are encoded"
-    outcome = cli("stat", tmp_path / "kv", "--tier-dir", tmp_path / "kv")
-    assert (outcome.code, "--tier-dir is for a URL" in outcome.err) == (2, True)
 
 
 def damaged(data: bytes) -> bytes:
@@ -108,7 +70,6 @@ def damaged(data: bytes) -> bytes:
     [
         ("pages/*", damaged, "does not match"),
         ("pages/*", lambda data: data[:-1], "does not match"),
-        ("pages/*", lambda data: b"", "does not match"),
         ("pins", damaged, "what it pinned may go"),
         ("../erased", damaged, "servers miss all that is older"),
     ],
@@ -123,7 +84,6 @@ def test_verify_finds_damage_and_nothing_else(
         assert is_true(engine.erase(Erasure.of(run_of(9).keys)), 20.0)
     report = answer(cli, "verify", url, "--jobs", "2")
     assert (report["ok"], report["total"]["pages"]) == (True, 4)
-    assert "fine: all 4 pages verify" in cli("verify", url).out
     folder = tmp_path / "bucket" / "v2" / NAMESPACE.hex()
     file = min(
         (folder.parent if where[0] == "." else folder).glob(f"{where.removeprefix('../')}/*")
@@ -133,14 +93,6 @@ def test_verify_finds_damage_and_nothing_else(
     (problem,) = report["problems"]
     assert what in problem["problem"]
     assert report["total"]["damaged_pages"] == (where == "pages/*")
-    assert "damage: " in cli("verify", url).out
-
-
-def test_verify_finds_a_page_under_anothers_name(cli: Cli, url: str, tmp_path: Path) -> None:
-    fill(url, 1)
-    first, second, *_ = sorted((tmp_path / "bucket").rglob("pages/*/*"))
-    first.write_bytes(second.read_bytes())
-    assert len(answer(cli, "verify", url, code=1)["problems"]) == 1
 
 
 def test_gc_plans_and_deletes_only_when_told_to(cli: Cli, url: str, tmp_path: Path) -> None:
@@ -154,55 +106,20 @@ def test_gc_plans_and_deletes_only_when_told_to(cli: Cli, url: str, tmp_path: Pa
     assert "4 could go" in cli("gc", url, *limit).out
     assert "deleted 4" in cli("gc", url, *limit, "--delete").out
     assert len(list((tmp_path / "bucket").rglob("pages/*/*"))) == 4
-    assert "nothing to give back" in cli("gc", url, *limit).out
 
 
-def test_gc_by_age_of_old_namespaces(cli: Cli, url: str, tmp_path: Path) -> None:
-    fill(url, 1)
-    fill(url, 2, namespace=OTHER)
-    root = tmp_path / "bucket"
-    (root / "v2" / NAMESPACE.hex() / "collected").touch()
-    for file in (root / "v2" / OTHER.hex()).rglob("*"):
-        os.utime(file, (1e9, 1e9))
-    assert answer(cli, "gc", url, "--delete")["deleted"]
-    left = [path for path in root.rglob("*") if path.is_file()]
-    assert len(left) == 6
-    assert all(NAMESPACE.hex() in str(path) for path in left)
-    for file in root.rglob("*"):
-        os.utime(file, (1e9, 1e9))
-    assert answer(cli, "gc", url, "--delete")["deleted"]
-    assert len(list(root.rglob("pages/*/*"))) == 4, "the namespace that was used last goes"
-    answer(cli, "gc", url, "--ttl", "30d", "--delete")
-    assert not list(root.rglob("pages/*/*"))
+WRONG: list[tuple[tuple[str, ...], str]] = [
+    (("gc", "/", "--ttl", "1d", "--delete"), "gc is for the URL of an object tier"),
+    (("gc", "s3://bucket/kv", "--ttl", "soon"), "is not a time"),
+    (("gc", "s3://bucket/kv", "--max-bytes", "lots"), "is not a size"),
+    (("stat", "s3://me:hunter2@bucket/kv"), "credentials come from the environment"),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (("dump", "s3://bucket/kv"), "dump is for a directory"),
-        (("verify", "s3://bucket/kv", "--region", "1"), "--region is for a directory"),
-        (("gc", "/", "--ttl", "1d", "--delete"), "gc is for the URL of an object tier"),
-        (("gc", "s3://bucket/kv", "--ttl", "soon"), "is not a time"),
-        (("gc", "s3://bucket/kv", "--max-bytes", "lots"), "is not a size"),
-        (("stat", "ftp://bucket/kv"), "is not a place for the object tier"),
-        (("stat", "s3://me:hunter2@bucket/kv"), "credentials come from the environment"),
-        (("stat", "memory://x"), "in the memory of another process"),
-        (("stat", "{missing}"), "is not a directory"),
-        (("stat", "{empty}"), "holds nothing of an object tier"),
-        (("stat", "s3://[::1"), "the URL of the object tier is not one"),
-    ],
-)
-def test_what_cannot_work_is_one_sentence(
-    cli: Cli, tmp_path: Path, arguments: tuple[str, ...], what: str
-) -> None:
-    places = {"{missing}": (tmp_path / "none").as_uri(), "{empty}": tmp_path.as_uri()}
-    refusal = cli(*(places.get(argument, argument) for argument in arguments)).refusal
-    assert what in refusal
-    assert "hunter2" not in refusal
-    assert not (tmp_path / "none").exists()
-
-
-# -- over HTTP ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(("arguments", "what"), WRONG)
+def test_what_cannot_work_is_one_sentence(cli: Cli, arguments: tuple[str, ...], what: str) -> None:
+    refusal = cli(*arguments).refusal
+    assert what in refusal and "hunter2" not in refusal
 
 
 @pytest.fixture(scope="module")
@@ -223,16 +140,6 @@ def remote(
         yield proxy, place
 
 
-def test_every_command_on_s3(cli: Cli, remote: tuple[FaultProxy, str]) -> None:
-    _, place = remote
-    assert answer(cli, "stat", place)["total"]["pages"] == 4
-    assert answer(cli, "verify", place)["ok"]
-    assert answer(cli, "gc", place, "--delete")["namespaces"][0]["num_pages"] == 4
-    assert answer(cli, "gc", place, "--max-bytes", "1", "--delete")["deleted"]
-    with opened(place) as engine:
-        assert not paths(engine)
-
-
 def test_a_refusal_shows_no_secret(
     cli: Cli, remote: tuple[FaultProxy, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,9 +153,3 @@ def test_a_refusal_shows_no_secret(
             assert "the credentials are wrong or expired" in refusal
             for secret in (*CREDENTIALS.values(), "token-of-mine", str(proxy.port)):
                 assert secret not in refusal
-
-
-def test_a_bucket_failing_midway_is_one_sentence(cli: Cli, remote: tuple[FaultProxy, str]) -> None:
-    proxy, place = remote
-    proxy.add("get", "/pages/", status(503, "SlowDown"))
-    assert "answered with status 503" in cli("verify", place).refusal

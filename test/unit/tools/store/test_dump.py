@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +11,10 @@ from typing import Any
 import pytest
 
 from kit.commands import Cli
-from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run, make_soft_run, soft_encoding
-from kit.stores import SIZES, flip, keep, keep_again, open_engine, store
+from kit.runs import NAMESPACE, make_run
+from kit.stores import SIZES, flip, keep_again, open_engine
 from sglang_tiered.checksummed import page_checksum
-from sglang_tiered.codecs import PageLayout
-from sglang_tiered.storage.base import Run
-from sglang_tiered.storage.encoding import PageEncoding
-from sglang_tiered.storage.region.directory import shard_path
 from sglang_tiered.storage.region.format import region_name
-from sglang_tiered.tools.store import dump
 
 
 def pages(cli: Cli, path: Path, *flags: str) -> list[dict[str, Any]]:
@@ -43,34 +35,11 @@ def test_every_stored_page_has_its_line(cli: Cli, tier: Path, shard: Path) -> No
         at = page["offset"]
         stored = (shard / region_name(1)).read_bytes()[at : at + page["length"]]
         assert stored == b"".join(run.pages[index])
-    header, *lines = (line.split() for line in cli("dump", tier).out.splitlines())
-    as_text = [dict(zip(header, line, strict=True)) for line in lines]
-    assert as_text == [{k: str(v) for k, v in page.items()} for page in found], "for people"
-
-
-def test_filters_by_key_namespace_and_region(cli: Cli, tier: Path, shard: Path) -> None:
-    keep(open_engine(shard, namespace=OTHER_NAMESPACE), make_run(1, SIZES))
-    key = make_run(1, SIZES).keys[2].hex()
-    assert {page["key"] for page in pages(cli, tier, "--keys", key[:10].upper())} == {key}
-    assert [page["region"] for page in pages(cli, tier, "--keys", key)] == [1, 3]
-    assert len(pages(cli, tier, "--namespace", "22")) == 3
-    assert {page["region"] for page in pages(cli, tier, "--region", "2")} == {2}
-    assert pages(cli, tier, "--keys", "00000000") == []
-
-
-def test_damage_is_told_and_the_rest_listed(cli: Cli, tier: Path, shard: Path) -> None:
-    flip(shard / region_name(1), 8)
-    outcome = cli("dump", tier)
-    assert outcome.code == 1
-    assert len(outcome.out.splitlines()) == 1 + 6
-    assert region_name(1) in outcome.err
-    assert "header at 0 (4096 bytes) does not verify" in outcome.err
 
 
 Extract = Callable[..., Any]
 PAGE = make_run(2, SIZES)
 KEY, DATA = PAGE.keys[1].hex(), b"".join(PAGE.pages[1])
-KV = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=64, num_heads=2, head_dim=16)
 
 
 @pytest.fixture
@@ -84,18 +53,11 @@ def extract(cli: Cli, tier: Path, output: Path) -> Extract:
     return lambda key: cli("dump", tier, "--extract", key, "--output", output)
 
 
-def test_extract_writes_the_bytes_of_the_page(
-    extract: Extract, tier: Path, shard: Path, output: Path
-) -> None:
+def test_extract_writes_the_bytes_of_the_page(extract: Extract, shard: Path, output: Path) -> None:
     outcome = extract(KEY[:12])
     assert (outcome.code, outcome.out) == (0, "")
     assert output.read_bytes() == DATA
     assert output.stat().st_mode & 0o777 == 0o600
-    output.unlink()
-    encoded = bytes([0xC5, 1, 1, 2]) + b"\xff" * 5000  # as an encoded one begins
-    keep(open_engine(shard_path(tier, "a")), Run((b"\xab" * 32,), ((memoryview(encoded),),)))
-    assert extract("abab").code == 0
-    assert output.read_bytes() == encoded
     output.unlink()
     run = keep_again(open_engine(shard), 0)
     flip(shard / region_name(0), 9000)
@@ -103,53 +65,17 @@ def test_extract_writes_the_bytes_of_the_page(
     assert output.read_bytes() == b"".join(run.pages[0]), "the copy that is served"
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_extract_decodes_what_it_can(
-    extract: Extract, tier: Path, output: Path, is_known: bool
-) -> None:
-    """The store does not know the model's layout."""
-    encoding = soft_encoding() if is_known else PageEncoding("int8", KV)
-    engine = open_engine(shard_path(tier, "a"), encoding=encoding)
-    run = make_soft_run(4, [12_001 if is_known else KV.page_bytes])
-    store(engine, run)
-    assert engine.stats().stored_bytes < run.num_bytes
-    engine.close()
-    outcome = extract(run.keys[0].hex())
-    assert outcome.code == 0
-    assert (output.read_bytes() == b"".join(run.pages[0])) is is_known
-    if is_known:
-        assert "12001 bytes of page" in outcome.err and "decoded from" in outcome.err
-    else:
-        assert output.stat().st_size < KV.page_bytes
-        assert "as stored: encoded by int8" in outcome.err
-
-
 def write_meanwhile(output: Path, patch: pytest.MonkeyPatch) -> None:
     output.write_bytes(b"precious")
     patch.setattr(os.path, "lexists", lambda path: path != output and os.stat(path))
-
-
-def fill_disk(output: Path, patch: pytest.MonkeyPatch) -> None:
-    def open_on_full_disk(fd: int, _: str) -> Any:
-        os.close(fd)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    patch.setattr(dump, "open", open_on_full_disk, raising=False)
-
-
-def link(output: Path, _: pytest.MonkeyPatch) -> None:
-    output.symlink_to(output.with_name("target"))
-    output.write_bytes(b"precious")
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda output, _: output.write_bytes(b"precious"), "--output {} exists"),
-        (link, "--output {} exists"),
         (lambda output, _: output.symlink_to("nowhere"), "--output {} exists"),
         (write_meanwhile, "cannot be written (File exists)"),
-        (fill_disk, "cannot be written (No space left on device)"),
     ],
 )
 def test_extract_overwrites_nothing(
@@ -168,48 +94,3 @@ def test_extract_gives_no_damaged_bytes(extract: Extract, shard: Path, output: P
     assert outcome.code == 1
     assert "does not match its checksum; nothing was written" in outcome.err
     assert not output.exists()
-
-
-def test_extract_asks_which_of_several_is_meant(cli: Cli, tier: Path, output: Path) -> None:
-    run = make_run(0, SIZES)
-    key = run.keys[0].hex()
-    for name, namespace in (("a", NAMESPACE), ("b", NAMESPACE), ("b", OTHER_NAMESPACE)):
-        keep(open_engine(shard_path(tier, name), namespace=namespace), run)
-
-    def refused(*arguments: object) -> str:
-        refusal = cli("dump", *arguments, "--output", output).refusal
-        return str(refusal)
-
-    several = set("0123456789abcdef") & {page["key"][0] for page in pages(cli, tier)}
-    counts = {d: {p["key"] for p in pages(cli, tier, "--keys", d)} for d in several}
-    digit = next(d for d, keys in counts.items() if len(keys) > 1)
-    assert "keys (" in refused(tier, "--extract", digit)
-    assert "pass one of them as DIR" in refused(tier, "--extract", key)
-    assert "pass --namespace" in refused(tier / "shard-b", "--extract", key)
-    assert "lists what is stored" in refused(tier, "--extract", "0" * 64)
-    arguments = ("--extract", key, "--namespace", "22", "--output", output)
-    assert cli("dump", tier / "shard-b", *arguments).code == 0
-    assert output.read_bytes() == b"".join(run.pages[0])
-
-
-WRONG = ["--extract ab", "--output x", "--extract ab --output x --json", "--keys xyz"]
-WRONG += [f"--keys {'0' * 65}", "--region -1", "--jobs 0"]
-
-
-@pytest.mark.parametrize("flags", WRONG)
-def test_flags_that_make_no_sense_are_one_sentence(cli: Cli, tier: Path, flags: str) -> None:
-    assert cli("dump", tier, *flags.split()).refusal
-
-
-def test_a_reader_that_stops_reading_is_no_error(tier: Path, shard: Path) -> None:
-    keep(open_engine(shard, region_bytes=8 << 20), make_run(5, [4096] * 1500))
-    command = [sys.executable, "-m", "sglang_tiered.tools.store.cli", "dump", os.fspath(tier)]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with process.stdout, process.stderr:
-        assert process.stdout.readline().startswith(b"shard region")
-        process.stdout.close()
-        err = process.stderr.read()
-    assert (process.wait(30), err) == (0, b"")

@@ -5,25 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kit.commands import Cli
-from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run, make_soft_run, soft_encoding
-from kit.stores import REGION, SIZES, flip, keep, keep_again, open_engine, plant_region, store
-from sglang_tiered.storage.base import NO_TENANT, Erasure
-from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region import erase_log
+from kit.runs import OTHER_NAMESPACE, make_run
+from kit.stores import REGION, keep, open_engine
 from sglang_tiered.storage.region.device import FileReader
-from sglang_tiered.storage.region.directory import STORE_VERSION, shard_path
-from sglang_tiered.storage.region.erase_log import Bound, Erased
-from sglang_tiered.storage.region.files import CHECKPOINT_NAME, ERASED_NAME, MANIFEST_NAME
-from sglang_tiered.storage.region.format import FORMAT_VERSION, region_name
-from sglang_tiered.storage.region.notes import PageSize, add_page_size
-from sglang_tiered.storage.region.pins import PinRefusal, file_of
+from sglang_tiered.storage.region.directory import STORE_VERSION
+from sglang_tiered.storage.region.files import ERASED_NAME
 
 PAYLOAD = 12_288 + 12_000 + 9_000
 
@@ -41,203 +33,12 @@ def test_the_figures_are_those_of_the_store(cli: Cli, tier: Path, shard: Path) -
     assert total["regions"] == {"all": 4, "sealed": 4, "open": 0, "damaged": 0, "other_format": 0}
     assert (total["pages"], total["superseded_pages"]) == (11, 0)
     assert (total["payload_bytes"], total["physical_bytes"]) == (3 * PAYLOAD + 10_000, 4 * REGION)
-    assert total["utilisation"] == pytest.approx((3 * PAYLOAD + 10_000) / (4 * REGION))
     untold = {"tokens": None, "page_bytes": None}
     assert total["namespaces"] == [
         {"namespace": "11" * 32, "pages": 9, "payload_bytes": 3 * PAYLOAD} | untold,
         {"namespace": "22" * 32, "pages": 2, "payload_bytes": 10_000} | untold,
     ]
-    assert total["oldest_region_age_s"] >= total["newest_region_age_s"] >= 0
     assert report["shards"][0]["checkpoint"] == {"present": True, "valid": True, "num_regions": 4}
-
-
-def test_the_table_for_people_says_the_same(cli: Cli, tier: Path) -> None:
-    outcome = cli("stat", tier)
-    assert outcome.code == 0
-    first, *_ = outcome.out.splitlines()
-    assert f"tier directory, format {STORE_VERSION}, not in use" in first
-    for text in ("97.52KiB", "192KiB", "50.8%", "11" * 8, "3 regions"):
-        assert text in outcome.out, text
-    assert "\x1b" not in outcome.out
-    assert not [line for line in outcome.out.splitlines() if line != line.rstrip()]
-
-
-def test_a_shard_and_a_link_are_taken(
-    cli: Cli, tier: Path, shard: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, report = stat(cli, shard)
-    assert (code, report["kind"], report["total"]["pages"]) == (0, "shard", 9)
-    (tmp_path / "link").symlink_to(tier)
-    assert stat(cli, tmp_path / "link")[1]["total"]["pages"] == 9
-    monkeypatch.chdir(shard)
-    assert stat(cli, Path("."))[1]["shards"][0]["name"] == shard.name
-
-
-def test_ranks_of_a_replica_hold_the_same_tokens(cli: Cli, tier: Path) -> None:
-    for name, seed in (("tp0of2", 0), ("tp1of2", 0), ("tp0of2", 4)):
-        engine = open_engine(shard_path(tier, f"{name}-pp0of1-dp0-{seed // 4}"))
-        store(engine, make_run(seed, [12_288, 12_288, 9_000]))
-        add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288, 1, (9_000,)))
-        engine.close()
-    _, report = stat(cli, tier)
-    assert [shard["tokens"] for shard in report["shards"]] == [None, 128, 128, 128]
-    assert report["total"]["tokens"] == 256
-    assert report["total"]["namespaces"][0]["tokens"] == 256
-    assert "256" in cli("stat", tier).out
-
-
-def test_only_tokens_that_can_be_hit_count(cli: Cli, tier: Path, shard: Path) -> None:
-    engine = open_engine(shard)
-    add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288, 1, (12_000, 9_000)))
-    assert stat(cli, tier)[1]["total"]["tokens"] == 3 * 64
-    assert engine.erase(Erasure.of(make_run(1, [12_288]).keys)).result(20.0)
-    keep_again(engine, 0)
-    assert stat(cli, tier)[1]["total"]["tokens"] == 2 * 64
-
-
-def test_lengths_tell_what_a_codec_saved(cli: Cli, tier: Path) -> None:
-    """Pages of one pool that are shorter than they were are encoded: none of them is read."""
-    shard = shard_path(tier, "tp0of1-pp0of1-dp0-1")
-    engine = open_engine(shard, encoding=soft_encoding())
-    run = make_soft_run(4, [12_288] * 2)
-    store(engine, run)
-    payload = engine.stats().stored_bytes
-    engine.close()
-    flip(shard / region_name(0), 8192)
-    engine = open_engine(shard)
-    for others, tokens in (((), 128), ((9_000,), None), (None, None)):
-        add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288, 1, others))
-        code, report = stat(cli, shard)
-        (entry,) = report["total"]["namespaces"]
-        assert (code, entry["tokens"], entry["payload_bytes"]) == (0, tokens, payload)
-        assert entry["page_bytes"] == (tokens and run.num_bytes)
-        ratio = "-" if tokens is None else f"{run.num_bytes / payload:.2f}"
-        assert cli("stat", shard).out.splitlines()[-1].split()[-1] == ratio
-    assert stat(cli, tier)[1]["total"]["namespaces"][0]["page_bytes"] is None, "of both shards"
-
-
-def test_pages_of_other_pools_have_no_tokens(cli: Cli, tier: Path, shard: Path) -> None:
-    engine = open_engine(shard)
-    for others, tokens in (((9_000, 12_000), 192), ((12_000,), None)):
-        add_page_size(engine.notes, NAMESPACE, PageSize(64, 12_288, 1, others))
-        (entry,) = stat(cli, tier)[1]["total"]["namespaces"]
-        assert entry["tokens"] == tokens
-        assert entry["page_bytes"] == (tokens and 3 * PAYLOAD)
-
-
-def test_several_shards_are_added_up(cli: Cli, tier: Path, shard: Path) -> None:
-    keep(open_engine(shard_path(tier, "tp1of1-pp0of1-dp0-0")), make_run(0, SIZES))
-    _, report = stat(cli, tier)
-    assert [shard["pages"] for shard in report["shards"]] == [9, 3]
-    # Ranks hold different bytes under the same keys: nothing is superseded.
-    assert (report["total"]["pages"], report["total"]["superseded_pages"]) == (12, 0)
-    assert "total" in cli("stat", tier).out
-    keep_again(open_engine(shard), 0)
-    _, report = stat(cli, tier)
-    assert (report["total"]["pages"], report["total"]["superseded_pages"]) == (15, 3)
-
-
-def test_a_running_server_is_named_and_undisturbed(cli: Cli, tier: Path, shard: Path) -> None:
-    engine = open_engine(shard)
-    store(engine, make_run(8, [5000]))
-    code, report = stat(cli, tier)
-    assert (code, report["total"]["regions"]["open"], report["total"]["pages"]) == (0, 1, 10)
-    assert report["shards"][0]["lock"] == {"held": True, "pid": os.getpid()}
-    assert f"in use by process {os.getpid()}" in cli("stat", tier).out
-    store(engine, make_run(9, [5000]))
-    engine.check_integrity()
-
-
-@pytest.mark.parametrize(
-    ("offset", "parts"), [(8, ["header"]), (REGION - 1, ["trailer"]), (9000, [])]
-)
-def test_damage_on_the_way_is_listed(
-    cli: Cli, tier: Path, shard: Path, offset: int, parts: list[str]
-) -> None:
-    """Pages themselves are left to ``verify``."""
-    flip(shard / region_name(1), offset)
-    code, report = stat(cli, tier)
-    assert (code, report["total"]["regions"]["damaged"]) == (len(parts), len(parts))
-    assert [problem["part"] for problem in report["shards"][0]["problems"]] == parts
-    outcome = cli("stat", tier)
-    assert outcome.code == len(parts)
-    assert all(f"{region_name(1)}: {part} at" in outcome.out for part in parts)
-
-
-def test_a_damaged_checkpoint_shows(cli: Cli, tier: Path, shard: Path) -> None:
-    flip(shard / CHECKPOINT_NAME, 30)
-    assert "does not verify" in cli("stat", tier).out
-    (shard / CHECKPOINT_NAME).unlink()
-    os.mkfifo(shard / CHECKPOINT_NAME)
-    code, report = stat(cli, tier)
-    assert (code, report["shards"][0]["checkpoint"]["valid"]) == (0, False)
-    (shard / CHECKPOINT_NAME).unlink()
-    (tier / MANIFEST_NAME).unlink()
-    code, report = stat(cli, tier)
-    assert not report["shards"][0]["checkpoint"]["present"]
-    assert (code, report["format_version"], report["total"]["pages"]) == (0, None, 9)
-    assert MANIFEST_NAME in report["notes"][0], "a lost manifest is a note"
-
-
-def test_regions_of_another_format_are_counted_apart(cli: Cli, tier: Path, shard: Path) -> None:
-    plant_region(shard, 1)
-    code, report = stat(cli, tier)
-    assert (code, report["total"]["regions"]["other_format"]) == (0, 1)
-    assert report["shards"][0]["format_versions"] == [1, FORMAT_VERSION]
-    assert "1 regions of format 1" in cli("stat", tier).out
-
-
-def test_a_region_that_vanishes_is_not_missed(
-    cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = FileReader.list_names
-    ghost = region_name(99)
-    monkeypatch.setattr(FileReader, "list_names", lambda self: [*original(self), ghost])
-    code, report = stat(cli, tier)
-    assert (code, report["shards"][0]["regions_gone_meanwhile"]) == (0, 1)
-    assert report["total"]["regions"]["all"] == 3
-
-
-@pytest.mark.parametrize("plant", [os.mkfifo, Path.mkdir, Path.touch])
-def test_a_shard_not_a_directory_is_left_alone(
-    cli: Cli, tier: Path, plant: Callable[[Path], object]
-) -> None:
-    plant(tier / "shard-odd")
-    (tier / "shard-link").symlink_to(tier)
-    code, report = stat(cli, tier)
-    assert (code, report["total"]["pages"]) == (0, 9)
-    assert "'shard-link' is not a directory" in report["notes"][0]
-
-
-def test_purged_pages_are_counted_apart(cli: Cli, tier: Path, shard: Path) -> None:
-    bound = Bound(1, 3 * 4096)  # behind all of region 0 and within region 1
-    (shard / ERASED_NAME).write_bytes(erase_log.pack(Erased({NO_TENANT: bound, b"a" * 16: bound})))
-    _, report = stat(cli, tier)
-    assert report["total"]["purged_pages"] == 6
-    tenant = {"tenant": "00" * 16, "pages": 9, "payload_bytes": 3 * sum(SIZES)}
-    assert report["total"]["tenants"] == [tenant]
-
-
-def test_forgotten_pages_and_pins_are_known(cli: Cli, tier: Path, shard: Path) -> None:
-    engine = open_engine(shard)
-    gone, kept = make_run(50, SIZES), make_run(51, SIZES[:2])
-    for run in (gone, kept):
-        store(engine, run)
-    before = stat(cli, tier)[1]["shards"][0]["purged_pages"]
-    assert is_true(engine.erase(Erasure.of(gone.keys[:2])), 20.0)
-    for name in ("a", "b"):
-        made = engine.pin(name, kept.keys)
-        assert not isinstance(made, PinRefusal)
-        assert is_true(made, 20.0)
-    engine.close()
-    code, report = stat(cli, tier)
-    assert (code, report["shards"][0]["purged_pages"]) == (0, before + 2)
-    pins = {"valid": 2, "pages": 2, "damaged": 0, "newer": 0, "unread": 0}
-    assert report["shards"][0]["pins"] == pins
-    assert "2 pins name 2 pages" in cli("stat", tier).out
-    (shard / file_of("b")).write_bytes(b"x")
-    assert "1 pins do not verify" in cli("stat", tier).out
-    assert file_of("b") in os.listdir(shard), "looking changes nothing"
 
 
 @pytest.mark.parametrize("command", ["stat", "verify"])

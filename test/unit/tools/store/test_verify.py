@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kit.commands import Cli
 from kit.runs import make_run
 from kit.stores import REGION, SIZES, flip, open_engine, store
 from sglang_tiered.storage.base import Erasure
-from sglang_tiered.storage.region import erase_log, sync_worker
-from sglang_tiered.storage.region.device import FileReader
-from sglang_tiered.storage.region.files import CHECKPOINT_NAME, ERASED_NAME, PIN_PREFIX
+from sglang_tiered.storage.region import sync_worker
+from sglang_tiered.storage.region.files import ERASED_NAME, PIN_PREFIX
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     Contents,
@@ -35,8 +30,6 @@ from sglang_tiered.storage.region.format import (
     unpack_region_header,
 )
 from sglang_tiered.storage.region.pins import PinRefusal
-from sglang_tiered.storage.region.walk import Problem
-from sglang_tiered.tools.store.scan import ScannedRegion
 
 FIRST = region_name(0)
 Forge = Callable[[bytearray, RegionHeader], None]
@@ -51,32 +44,33 @@ def problems(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [(p["file"], p["part"]) for shard in report["shards"] for p in shard["problems"]]
 
 
-def test_an_intact_store_is_fine(cli: Cli, tier: Path) -> None:
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_an_intact_store_is_fine(
+    cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch, is_direct: bool
+) -> None:
+    """It leaves nothing in memory that others need."""
+    dropped: list[int] = []
+    if not is_direct:
+        monkeypatch.setattr("sglang_tiered.storage.region.device._DIRECT", 0)
+        monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments[3]))
     code, report = verify(cli, tier)
     assert (code, report["ok"], problems(report)) == (0, True, [])
     total = report["total"]
     assert (total["regions"], total["extents"], total["pages"]) == (3, 3, 9)
     assert total["payload_bytes"] == 3 * (12_288 + 12_000 + 9_000)
-    assert report["bytes_read"] > total["payload_bytes"]
-    outcome = cli("verify", tier)
-    assert outcome.code == 0
-    assert "fine: all 9 pages verify" in outcome.out
-    assert "MB/s" in outcome.out
+    assert "fine: all 9 pages verify" in cli("verify", tier).out
+    assert is_direct or set(dropped) == {os.POSIX_FADV_DONTNEED}
 
 
 @pytest.mark.parametrize(
     ("offset", "part"),
     [
         (20, "header"),
-        (BLOCK_BYTES - 1, "header"),
         (BLOCK_BYTES + 3, "extent"),
-        (BLOCK_BYTES + 60, "extent"),
-        (2 * BLOCK_BYTES - 1, "extent"),
         (2 * BLOCK_BYTES, "page"),
         (5 * BLOCK_BYTES + 11_999, "page"),
         (REGION - 2 * BLOCK_BYTES + 50, "footer"),
         (REGION - BLOCK_BYTES - 1, "footer"),
-        (REGION - BLOCK_BYTES + 2, "trailer"),
         (REGION - 1, "trailer"),
     ],
 )
@@ -95,10 +89,6 @@ def test_a_flipped_bit_is_found_where_it_is(
         names = ("key", "namespace", "region", "extent", "length")
         assert tuple(problem[name] for name in names) == about
         assert (report["total"]["damaged_pages"], report["total"]["pages"]) == (1, 9)
-    outcome = cli("verify", tier)
-    assert outcome.code == 1
-    assert FIRST in outcome.out
-    assert "damaged: 1 of 3 regions" in outcome.out
 
 
 def other_checksum(contents: Contents) -> Contents:
@@ -175,19 +165,11 @@ def test_what_was_forged_is_damage_and_no_allocation(
     assert sum(one.startswith("footer") for one in found) == what.startswith("footer")
 
 
-def plant_cut(path: Path) -> None:
-    shutil.copy(path.parent / region_name(2), path)
-    os.truncate(path, 100)
-
-
 @pytest.mark.parametrize(
     ("plant", "what"),
     [
         (lambda path: path.symlink_to(path.parent / region_name(1)), "a symbolic link"),
         (os.mkfifo, "a FIFO"),
-        (os.mkdir, "a directory"),
-        (Path.touch, "is empty"),
-        (plant_cut, "has only 100 bytes"),
         (lambda path: path.write_bytes(b"x" * REGION), "does not verify"),
         (
             lambda path: shutil.copy(path.parent / region_name(1), path),
@@ -206,11 +188,6 @@ def test_a_file_named_like_a_region_is_reported(
     assert (problem["file"], problem["region"]) == (name, 16)
     assert what in problem["problem"]
     assert report["total"]["pages"] == 9
-    os.truncate(shard / region_name(2), 6 * BLOCK_BYTES)
-    every = verify(cli, tier)[1]["shards"][0]["problems"]
-    found = [one for one in every if one["file"] == region_name(2)]
-    assert [one["part"] for one in found] == ["file", "page", "page"], "the pages that are lost"
-    assert "has 24576 bytes, should 65536" in found[0]["problem"]
 
 
 @pytest.mark.parametrize("file", [ERASED_NAME, PIN_PREFIX])
@@ -226,50 +203,24 @@ def test_what_a_start_would_drop_is_damage(cli: Cli, tier: Path, shard: Path, fi
     code, report = verify(cli, tier)
     assert (code, problems(report)) == (1, [(path.name, "file")])
     assert "the next start removes" in report["shards"][0]["problems"][0]["problem"]
-    outcome = cli("verify", tier)
-    assert f"damage: {shard.name}/{path.name}: file " in outcome.out
-    assert "damaged: 0 of 2 regions, 0 of 6 pages, 1 other files" in outcome.out
-    assert "the next start removes" in cli("stat", tier).out
     engine = open_engine(shard)
     assert engine.stats().num_pages == (0 if file == ERASED_NAME else 6)
     assert file != PIN_PREFIX or not engine.pins(), "that is what a start does"
 
 
-def test_a_large_erase_log_is_no_damage(cli: Cli, tier: Path, shard: Path) -> None:
-    keys = np.zeros(1_400_000, erase_log._KEYS)
-    keys["key"] = np.arange(len(keys)).astype("S32")
-    (shard / ERASED_NAME).write_bytes(erase_log.pack(erase_log.Erased(parts=[keys])))
-    assert (shard / ERASED_NAME).stat().st_size > 64 << 20
-    assert verify(cli, tier)[0] == 0
-
-
-def test_a_damaged_checkpoint_is_a_note(cli: Cli, tier: Path, shard: Path) -> None:
-    flip(shard / CHECKPOINT_NAME, 10)
-    code, report = verify(cli, tier)
-    assert code == 0
-    assert any("checkpoint does not verify" in note for note in report["notes"])
-    (shard / CHECKPOINT_NAME).unlink()
-    code, report = verify(cli, tier)
-    assert (code, report["notes"]) == (0, [])
-
-
-@pytest.fixture
-def crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, int]:
-    """A shard as a crash leaves it, one region open with three extents; and how far it was synced:
-    the first two."""
+def test_an_open_regions_torn_end_is_a_note(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a crash leaves it: of three extents two were synced."""
     monkeypatch.setattr(sync_worker, "_CHECKPOINT_INTERVAL_S", 0.0)
     engine = open_engine(tmp_path / "shard-live")
     for seed in range(2):
         store(engine, make_run(seed, [8192]))
     assert engine.flush(20.0)
     store(engine, make_run(2, [8192]))
-    shutil.copytree(tmp_path / "shard-live", tmp_path / "shard-0")
+    shard = shutil.copytree(tmp_path / "shard-live", tmp_path / "shard-0")
     engine.close()
-    return tmp_path / "shard-0", BLOCK_BYTES + 2 * (BLOCK_BYTES + 8192)
-
-
-def test_an_open_regions_torn_end_is_a_note(cli: Cli, crashed: tuple[Path, int]) -> None:
-    shard, synced = crashed
+    synced = BLOCK_BYTES + 2 * (BLOCK_BYTES + 8192)
     code, report = verify(cli, shard)
     assert (code, report["total"]["pages"], report["total"]["open_regions"]) == (0, 3, 1)
     for offset in (synced + 200, synced + BLOCK_BYTES + 5000):
@@ -280,16 +231,6 @@ def test_an_open_regions_torn_end_is_a_note(cli: Cli, crashed: tuple[Path, int])
         flip(shard / FIRST, offset)
 
 
-@pytest.mark.parametrize(("offset", "part"), [(BLOCK_BYTES + 7, "extent"), (9000, "page")])
-def test_damage_in_an_open_regions_synced_part_shows(
-    cli: Cli, crashed: tuple[Path, int], offset: int, part: str
-) -> None:
-    shard, _ = crashed
-    flip(shard / FIRST, offset)
-    code, report = verify(cli, shard)
-    assert (code, problems(report)) == (1, [(FIRST, part)])
-
-
 def test_a_running_servers_open_region_is_no_damage(cli: Cli, tier: Path, shard: Path) -> None:
     engine = open_engine(shard)
     store(engine, make_run(9, [8192]))
@@ -298,141 +239,9 @@ def test_a_running_servers_open_region_is_no_damage(cli: Cli, tier: Path, shard:
     assert report["shards"][0]["lock"] == {"held": True, "pid": os.getpid()}
     assert report["total"]["open_regions"] == 1
     assert "is open: the server writes to it" in report["notes"][0]
-    assert f"in use by process {os.getpid()}" in cli("verify", tier).out
     engine.check_integrity()
     (shard / region_name(7)).write_bytes(bytes(REGION))
     assert verify(cli, tier)[0] == 0, "it is being created"
     engine.close()
     code, report = verify(cli, tier)
     assert (code, problems(report)) == (1, [(region_name(7), "header")])
-
-
-def test_a_store_reclaimed_all_the_time_is_fine(cli: Cli, tier: Path, shard: Path) -> None:
-    engine = open_engine(shard)  # holds 32 regions: every run beyond takes one away
-    stop = threading.Event()
-
-    def write() -> None:
-        for seed in itertools.count(100):
-            if stop.is_set():
-                return
-            assert engine.submit_store(make_run(seed, [9000] * 5)).wait(20.0)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        found = [verify(cli, tier) for _ in range(12)]
-    finally:
-        stop.set()
-        writer.join(20.0)
-    assert not writer.is_alive()
-    assert [(code, problems(report)) for code, report in found] == [(0, [])] * 12
-    engine.check_integrity()
-
-
-def test_pages_right_at_second_look_are_undamaged(
-    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_engine(shard)
-    read_all = ScannedRegion.scan
-    looks: list[str] = []
-
-    def look(view: ScannedRegion, *arguments: Any, **options: Any) -> None:
-        read_all(view, *arguments, **options)
-        looks.append(view.name)
-        if view.name == FIRST and looks.count(FIRST) == 1:
-            view.problems.append(Problem("footer", 0, 0, "is being written"))
-
-    monkeypatch.setattr(ScannedRegion, "scan", look)
-    assert verify(cli, tier)[0] == 0
-    assert looks.count(FIRST) == 2
-
-
-@pytest.mark.parametrize("when", ["before", "while"])
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_region_reclaimed_meanwhile_is_no_damage(
-    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, when: str, damaged: bool
-) -> None:
-    if damaged:
-        flip(shard / FIRST, 9000)
-    method = "open" if when == "before" else "readv"
-    original = getattr(FileReader, method)
-
-    def reclaim(self: FileReader, *arguments: Any) -> Any:
-        if when == "while" or arguments == (FIRST,):
-            (shard / FIRST).unlink(missing_ok=True)
-        return original(self, *arguments)
-
-    monkeypatch.setattr(FileReader, method, reclaim)
-    code, report = verify(cli, tier, "--jobs", "1")
-    assert (code, report["total"]["regions_gone_meanwhile"]) == (0, 1)
-    assert "1 regions were reclaimed" in report["notes"][-1]
-
-
-def test_a_bad_sector_costs_only_its_pages(
-    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bad = 5 * BLOCK_BYTES  # where the second page begins
-    original = FileReader.readv
-
-    def readv(self: FileReader, fd: int, segments: Any, offset: int) -> int:
-        length = sum(segment.nbytes for segment in segments)
-        name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
-        if name == FIRST and offset <= bad < offset + length:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return original(self, fd, segments, offset)
-
-    monkeypatch.setattr(FileReader, "readv", readv)
-    code, report = verify(cli, tier)
-    assert code == 1
-    assert [(p["part"], p["offset"]) for p in report["shards"][0]["problems"]] == [("page", bad)]
-
-
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EMFILE])
-def test_a_region_we_may_not_open_is_reported(
-    cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    original = FileReader.open
-
-    def fail(self: FileReader, name: str) -> int:
-        if name == FIRST:
-            raise OSError(code, os.strerror(code), name)
-        return original(self, name)
-
-    monkeypatch.setattr(FileReader, "open", fail)
-    if code == errno.EMFILE:  # too many open files are no damage
-        assert os.strerror(code) in cli("verify", tier).refusal
-    else:
-        outcome, report = verify(cli, tier)
-        assert outcome == 1
-        assert os.strerror(code) in report["shards"][0]["problems"][0]["problem"]
-
-
-def test_without_direct_io_all_is_found_as_well(
-    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dropped = []
-    monkeypatch.setattr("sglang_tiered.storage.region.device._DIRECT", 0)
-    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments[3]))
-    assert verify(cli, tier)[0] == 0
-    assert set(dropped) == {os.POSIX_FADV_DONTNEED}
-    flip(shard / FIRST, 9000)
-    assert verify(cli, tier)[0] == 1
-
-
-def test_one_region_by_number_or_name(cli: Cli, tier: Path, shard: Path) -> None:
-    flip(shard / region_name(1), 9000)
-    for region, expected in (("0", 0), ("1", 1), ("0x1", 1), (region_name(1), 1)):
-        code, report = verify(cli, tier, "--region", region)
-        assert (code, report["total"]["regions"]) == (expected, 1)
-    assert (
-        f"--region 17 ({region_name(17)}) is not in"
-        in cli("verify", tier, "--region", "17").refusal
-    )
-
-
-def test_the_bar_shows_on_stderr_when_told_to(cli: Cli, tier: Path) -> None:
-    assert cli("verify", tier).err == ""
-    outcome = cli("verify", tier, "--json", "--progress")
-    assert "verifying" in outcome.err
-    assert json.loads(outcome.out)["ok"]
-    assert cli("verify", tier, "--no-progress").err == ""

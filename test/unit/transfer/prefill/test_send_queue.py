@@ -1,4 +1,4 @@
-"""The queue to one decode rank: credit, resends and what a room leaves behind; no sockets."""
+"""The queue to one decode rank: credit, and what a room leaves behind; no sockets."""
 
 from __future__ import annotations
 
@@ -11,21 +11,15 @@ from transfer_pair import Pool, Shape, indices
 from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.messages import Open
 from sglang_tiered.transfer.prefill.send_queue import (
-    MAX_RESENDS,
-    MAX_UNCONFIRMED,
     SMALL_SLAB_BYTES,
-    TARGET_SLAB_BYTES,
     Chunk,
     Parcel,
     SendQueue,
     SlabBuffers,
 )
-from sglang_tiered.transfer.same_host import MAX_PULL_BYTES, Fence
+from sglang_tiered.transfer.same_host import Fence
 from sglang_tiered.transfer.wire_codec import WireCodec
 from sglang_tiered.wire.keys import Tagger
-
-PAGE_BYTES = 4 * 512
-
 
 POOL = Pool(Shape(), 1)  # kept: its memories only know addresses
 
@@ -72,11 +66,6 @@ def test_credit_is_taken_and_comes_back_once(queue: SendQueue) -> None:
     assert queue.credit_bytes == 10 * SMALL_SLAB_BYTES
 
 
-def test_pages_beyond_decodes_room_are_not_sent(queue: SendQueue) -> None:
-    add(queue, [1, 2, 3, 4, 5], start=2)
-    assert post(queue).frames[3].nbytes == 2 * PAGE_BYTES
-
-
 def test_without_credit_nothing_is_gathered(queue: SendQueue) -> None:
     """Short slabs lie in long buffers: these are bounded, not what is in them."""
     for room in range(30):
@@ -85,41 +74,6 @@ def test_without_credit_nothing_is_gathered(queue: SendQueue) -> None:
     assert queue.credit_bytes == 0
     held = [parcel.buffer for parcel in queue.unconfirmed.values() if parcel.buffer is not None]
     assert sum(buffer.nbytes for buffer in held) == 10 * SMALL_SLAB_BYTES
-
-
-def test_messages_under_way_are_bounded_however_small(queue: SendQueue) -> None:
-    for room in range(MAX_UNCONFIRMED + 10):
-        add(queue, [], room=room)
-    post_all(queue)
-    assert len(queue.unconfirmed) == MAX_UNCONFIRMED
-    queue.confirm((0, 7, 0), 0.0)
-    assert queue.next_parcel() is not None
-
-
-def test_only_the_oldest_confirmation_counts_as_progress(queue: SendQueue) -> None:
-    for room in (1, 2, 3):
-        add(queue, [room], room=room)
-    keys = [post(queue, 1.0).key for _ in range(6)]
-    queue.confirm(keys[2], 5.0)
-    assert queue.quiet_since == 1.0
-    queue.confirm(keys[0], 6.0)
-    assert queue.quiet_since == 6.0
-
-
-def test_damaged_slab_is_resent_boundedly(queue: SendQueue) -> None:
-    add(queue, [1])
-    slab = post(queue)
-    frames = list(slab.frames)
-    for _ in range(MAX_RESENDS):
-        assert queue.resend(slab.key, 0.0)
-        again = post(queue)
-        assert again is slab
-        assert again.frames == frames
-    assert queue.credit_bytes == 9 * SMALL_SLAB_BYTES, "it takes its credit once"
-    assert not queue.resend(slab.key, 0.0)
-    assert queue.credit_bytes == 10 * SMALL_SLAB_BYTES
-    assert not queue.unconfirmed, "or the session would end for want of its confirmation"
-    assert queue.resend((5, 5, 5), 0.0), "of one that is not under way nothing is to be done"
 
 
 def test_dropped_room_returns_its_credit(queue: SendQueue) -> None:
@@ -137,97 +91,6 @@ def test_dropped_room_returns_its_credit(queue: SendQueue) -> None:
     assert queue.resend(first.key, 0.0), "a Nack confirms it as well"
     assert queue.credit_bytes == 9 * SMALL_SLAB_BYTES
     assert list(queue.rooms) == [2]
-
-
-class Unsearched(dict[Any, Any]):
-    """Messages under way that only one at a time may be asked for."""
-
-    def values(self) -> Any:
-        raise AssertionError("the end of a room went through the messages of all")
-
-    items = values
-
-
-def test_a_rooms_end_does_not_search_the_others(queue: SendQueue) -> None:
-    queue.unconfirmed = Unsearched()
-    for room in range(50):
-        add(queue, [1], room=room)
-    post_all(queue)
-    for room in range(50):
-        queue.drop_room(room)
-    assert not queue.rooms
-    assert not queue.queue
-
-
-def test_pages_behind_a_closed_fence_are_not_sent(queue: SendQueue) -> None:
-    for pull_tagger in (None, Tagger(b"k")):
-        queue.pull_tagger = pull_tagger
-        fence = Fence()
-        add(queue, [1], fence, is_last=False)
-        fence.close()
-        assert queue.next_parcel() is None
-
-
-@pytest.mark.parametrize("is_freed", [False, True])
-def test_failed_pull_becomes_a_slab_of_that_number(queue: SendQueue, is_freed: bool) -> None:
-    """Unless its pages are another's by now."""
-    queue.pull_tagger = Tagger(b"k")
-    fence = Fence()
-    add(queue, [1, 2], fence, is_last=False)
-    pull = post(queue)
-    assert pull.buffer is None
-    if is_freed:
-        fence.close()
-    assert queue.resend(pull.key, 0.0)
-    if is_freed:
-        assert queue.next_parcel() is None
-        assert not queue.unconfirmed and queue.credit_bytes == 10 * SMALL_SLAB_BYTES
-        return
-    slab = post(queue)
-    assert slab.key == pull.key
-    assert slab.frames[3].nbytes == 2 * PAGE_BYTES
-    assert queue.pull_tagger is None
-    add(queue, [3], fence, start=2, is_last=False)
-    assert post(queue).buffer is not None
-
-
-def test_failed_pulls_hold_no_more_than_the_window() -> None:
-    """A pull takes less credit than its slab: instead of a window's, four windows were held."""
-    shape = Shape(num_layers=1, page_size=64, num_pages=64, num_heads=8, head_bytes=1024)
-    pool = Pool(shape, 1)
-    pairs = pair_buffers(pool.layout, pool.layout)
-    buffers = SlabBuffers(pool.memories.kv.new_buffer)
-    window = 2 * MAX_PULL_BYTES
-    queue = SendQueue(pool.memories, pairs, 64, Tagger(b""), buffers, window)
-    queue.pull_tagger = Tagger(b"k")
-    for room in range(2):
-        queue.add_chunk(opened(room, 32), Chunk(indices(range(32)), 0, True), Fence())
-    post_all(queue)
-    pulls = [key for key, parcel in queue.unconfirmed.items() if not parcel.is_last]
-    assert len(pulls) == 8, "a whole window"
-    for key in pulls:
-        assert queue.resend(key, 0.0)
-    landed: set[Any] = set()
-    post_all(queue)
-    while queue.unconfirmed:
-        held = [one.buffer for one in queue.unconfirmed.values() if one.buffer is not None]
-        assert sum(buffer.nbytes for buffer in held) <= window + MAX_PULL_BYTES
-        for key in list(queue.unconfirmed):
-            landed.add(key)
-            queue.confirm(key, 0.0)
-        post_all(queue)
-    assert landed >= set(pulls)
-    assert queue.credit_bytes == window
-
-
-def test_a_chunk_that_is_not_computed_waits(queue: SendQueue) -> None:
-    computed: list[int] = []
-    add(queue, [1], is_computed=lambda: bool(computed))
-    assert queue.next_parcel() is None
-    assert queue.awaits_compute
-    computed.append(1)
-    assert queue.next_parcel() is not None
-    assert not queue.awaits_compute
 
 
 class Shortener(WireCodec):
@@ -255,30 +118,3 @@ def test_encoded_slab_is_no_buffer_for_the_next(queue: SendQueue) -> None:
     queue.confirm(slab.key, 0.0)
     held = [queue.buffers.borrow_buffer(1) for _ in range(3)]
     assert all(buffer.flags.writeable for buffer in held)
-
-
-@pytest.mark.parametrize("size", [SMALL_SLAB_BYTES, TARGET_SLAB_BYTES])
-def test_idle_buffers_leave_room_for_other_sizes(size: int) -> None:
-    buffers = SlabBuffers(lambda size: np.empty(size, np.uint8), 2 * TARGET_SLAB_BYTES)
-    for buffer in [buffers.borrow_buffer(size) for _ in range(9)]:
-        buffers.return_buffer(buffer)
-    (other,) = {SMALL_SLAB_BYTES, TARGET_SLAB_BYTES} - {size}
-    held = buffers.borrow_buffer(other)
-    buffers.return_buffer(held)
-    assert buffers.borrow_buffer(other) is held
-
-
-def test_short_slabs_do_not_hold_long_buffers() -> None:
-    """And what is idle is bounded, whatever its sizes."""
-    buffers = SlabBuffers(lambda size: np.empty(size, np.uint8), 2 * TARGET_SLAB_BYTES)
-    sizes = [1, SMALL_SLAB_BYTES, SMALL_SLAB_BYTES + 1, TARGET_SLAB_BYTES, TARGET_SLAB_BYTES + 1]
-    held = [buffers.borrow_buffer(size) for size in sizes * 4]
-    short, long = SMALL_SLAB_BYTES, TARGET_SLAB_BYTES
-    assert [buffer.nbytes for buffer in held[:5]] == [short, short, long, long, long + 1]
-    for buffer in held:
-        buffers.return_buffer(buffer)
-    again = [buffers.borrow_buffer(size) for size in sizes * 4]
-    kept = {id(buffer) for buffer in held} & {id(buffer) for buffer in again}
-    reused = [buffer.nbytes for buffer in held if id(buffer) in kept]
-    assert 0 < sum(reused) <= 2 * TARGET_SLAB_BYTES
-    assert set(reused) == {short, long}
