@@ -25,7 +25,6 @@ touch what copies touch.
 | ``left-over-at-rest`` | an idle scheduler with locks on the device, or an unsound tree |
 | ``host-memory-lost``, ``device-memory-lost`` | an idle tree could not free all its pages: locks, or pages without a node |
 | ``copy-failed`` | a copy raised, such as after ``destroy`` |
-| ``too-many-lessons`` | the cost model learnt twice from one prefill |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     Ids = npt.NDArray[np.int64]
     Mask = npt.NDArray[np.bool_]
 
-__all__ = ["PATTERN", "DeviceSlots", "HostPages", "Lessons", "check_aligned"]
+__all__ = ["PATTERN", "DeviceSlots", "HostPages", "check_aligned"]
 
 PATTERN = np.uint32(0x4240C240)
 """48.19 in float32, 48 and -48 in bfloat16, 3.1 in float16, 2 and -2.25 in float8_e4m3."""
@@ -339,20 +338,3 @@ class DeviceSlots:
 def _buffers(pool: Any) -> Iterator[torch.Tensor]:
     for name in ("k_buffer", "v_buffer", "kv_buffer"):
         yield from getattr(pool, name, None) or ()
-
-
-@dataclass
-class Lessons:
-    """Each prefill may teach the cost model once."""
-
-    report: Report
-    num_forwards: int = 0
-    num_lessons: int = 0
-
-    def note(self) -> None:
-        self.num_lessons += 1
-        if self.num_lessons > self.num_forwards:
-            self.report.violation(
-                "too-many-lessons", lessons=self.num_lessons, prefills=self.num_forwards
-            )
-            self.num_lessons = self.num_forwards

@@ -31,9 +31,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MODES", "Delays", "Device", "Event", "Record", "Stream", "current_stream", "install"]
+__all__ = ["Delays", "Device", "Event", "Record", "Stream", "current_stream", "install"]
 
-MODES = ("random", "late", "late-forward", "all-late")
 STUCK_S = 60.0
 """A host thread that waited so long for an event never would see it."""
 KEPT_TASKS = 512
@@ -49,10 +48,6 @@ class Delays:
     mode: str = "random"
     horizon_s: float = 0.15
     typical_s: float = 0.02
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"no mode {self.mode!r}; there are {', '.join(MODES)}")
 
     def number(self, *names: object) -> int:
         """32 bits that depend on the seed and the names only."""
@@ -125,10 +120,6 @@ class Device:
         self._closed = False
         self.default = Stream(of=self, name="default")
 
-    def add(self, stream: Stream) -> None:
-        with self.lock:
-            self._streams.add(stream)
-
     # ---- Tasks ----
 
     def put(self, stream: Stream, task: Task) -> int:
@@ -174,7 +165,7 @@ class Device:
                         pending.append(task.after)
 
     def wait_until_visible(self, record: Record, timeout_s: float = STUCK_S) -> None:
-        """Block the calling thread. Raises ``RuntimeError`` with the state of all streams."""
+        """Block the calling thread. Raises ``RuntimeError``."""
         if record.visible:
             return
         with self.lock:
@@ -184,10 +175,11 @@ class Device:
             while not record.visible:
                 left_s = deadline - self.clock()
                 if left_s <= 0:
-                    raise RuntimeError(
-                        f"waited {timeout_s:.0f} s for {record.stream.name}:{record.index} of the "
-                        f"asynchronous CPU platform\n{self.dump()}"
-                    )
+                    states = [
+                        f"{stream.name}: {stream.visible}/{stream.effected}/{stream.end}"
+                        for stream in self._streams
+                    ]
+                    raise RuntimeError(f"waited in vain for {record.stream.name}: {states}")
                 self._changed.wait(left_s)
 
     def synchronize(self) -> None:
@@ -195,23 +187,8 @@ class Device:
         for stream in list(self._streams):
             stream.synchronize()
 
-    def dump(self) -> str:
-        """One line for each stream: where it is, and what it does next."""
-        with self.lock:
-            lines = []
-            for stream in sorted(self._streams, key=lambda stream: stream.name):
-                line = f"{stream.name}: {stream.visible} visible, {stream.effected} done"
-                line += f" of {stream.end}"
-                if stream.visible < stream.end:
-                    task = stream.task(stream.visible)
-                    line += f"; next {task.label}"
-                    if task.after is not None:
-                        line += f" for {task.after.stream.name}:{task.after.index}"
-                lines.append(line)
-            return "\n".join(lines)
-
     def close(self) -> None:
-        """End the thread. What is not visible never will be, but by a wait."""
+        """End the thread."""
         with self.lock:
             self._closed = True
             self._changed.notify_all()
@@ -296,7 +273,8 @@ class Stream:
         self._num_delayed = 0
         self.cuda_stream = id(self)
         self.name = name or f"stream-{id(self):x}"
-        self.owner.add(self)
+        with self.owner.lock:
+            self.owner._streams.add(self)
 
     def called(self, kind: str, *, lazy: bool) -> None:
         """Say what the stream is for: its delays go by that."""
@@ -406,10 +384,9 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds between two events that are done and keep time."""
         first, last = self.record_of_last, end.record_of_last
-        if not (self._has_timing and end._has_timing):
-            raise RuntimeError("both events must be made with enable_timing=True")
-        if first is None or last is None or first.time is None or last.time is None:
-            raise RuntimeError("both events must be recorded and done")
+        if not (self._has_timing and end._has_timing and first and last):
+            raise RuntimeError("both events must be recorded, with enable_timing=True")
+        assert first.time is not None and last.time is not None, "they are not done"
         return (last.time - first.time) * 1000.0
 
 

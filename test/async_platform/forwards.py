@@ -38,8 +38,6 @@ def late(bed: Bed, slots_of: Callable[[Any], DeviceSlots | None]) -> Callable[[A
             overlaps = stream is self.forward_stream
             if overlaps:
                 stream.called("forward", lazy=False)
-            if forward_batch.forward_mode.is_extend():
-                bed.lessons.num_forwards += 1
             written = _written(self, forward_batch, slots_of)
             with bed.device.lock:
                 for book, rows in written:

@@ -272,14 +272,6 @@ def load_from_disk_into_a_page_that_was_freed(world: World) -> None:
     assert load_pages(world.storage, hashes(2), host) == [True, True]
 
 
-@noticed_as("load-into-host-page-in-use")
-def load_from_disk_into_a_page_that_a_copy_fills(world: World) -> None:
-    _, host = world.backed_up()
-    store_pages(world.storage, hashes(2), host)
-    pending = world.controller.write(world.computed())
-    load_pages(world.storage, hashes(2), pending)
-
-
 # ---- Host pages ----
 
 
@@ -321,24 +313,10 @@ def host_page_written_after_it_was_freed(world: World) -> None:
     world.host.alloc(world.host.available_size())
 
 
-@noticed_as("d2h-into-free-host-page")
-def copy_into_a_host_page_that_nobody_has(world: World) -> None:
-    _, host = world.backed_up()
-    world.host.free(host)
-    world.copy_to(host, world.computed())
-
-
 @noticed_as("d2h-into-host-page-in-use")
 def two_copies_into_one_host_page(world: World) -> None:
     slots = world.computed()
     world.copy_to(world.controller.write(slots), slots)
-
-
-@noticed_as("copy-failed")
-def copy_behind_the_end_of_its_pool(world: World) -> None:
-    slots = world.computed()
-    world.host.destroy()
-    world.controller.write(slots)
 
 
 @noticed_as("unaligned-page", "copy-failed")
@@ -361,10 +339,8 @@ def copy_without_a_fence_behind_its_forward(world: World) -> None:
 def load_back_without_a_fence_into_slots_that_a_forward_writes(world: World) -> None:
     _, host = world.backed_up(1)
     world.controller.load_fence_stream = None
-    slots = world.computed(1)
-    world.allocator.free(slots)
-    loaded, _ = world.load_back(host)
-    assert set(loaded.tolist()) == set(slots.tolist())
+    world.allocator.free(world.computed(1))
+    world.load_back(host)
 
 
 @noticed_as("h2d-into-slots-in-use")
@@ -373,8 +349,7 @@ def load_back_without_a_fence_into_slots_that_a_forward_reads(world: World) -> N
     world.controller.load_fence_stream = None
     world.forward(world.allocator.alloc(PAGE), slots)
     world.allocator.free(slots)
-    loaded, _ = world.load_back(host)
-    assert set(loaded.tolist()) == set(slots.tolist())
+    world.load_back(host)
 
 
 @noticed_as("forward-into-slots-in-use")
@@ -401,31 +376,11 @@ def device_pages_freed_before_their_copy(world: World) -> None:
     assert world.pages.holds_poison(int(host[0]) // PAGE)
 
 
-@noticed_as("device-free-while-copied")
-def flush_of_device_pages_under_a_copy(world: World) -> None:
-    world.controller.write(world.computed())
-    world.allocator.clear()
-
-
 @noticed_as("device-free-while-loaded")
 def device_pages_freed_before_their_load(world: World) -> None:
     _, host = world.backed_up()
     slots, _ = world.load_back(host)
     world.allocator.free(slots)
-
-
-# ---- Lessons ----
-
-
-@noticed_as("too-many-lessons")
-def prefill_that_teaches_twice(world: World) -> None:
-    from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.policy.cost_model import CostModel
-
-    planner: LoadPlanner[str] = LoadPlanner(CostModel(page_tokens=PAGE, bytes_per_token=1))
-    world.computed()
-    for _ in range(2):
-        planner.note_batch([(PAGE, 0)], 0.1)
 
 
 def main(names: Iterable[str]) -> None:
@@ -437,7 +392,6 @@ def main(names: Iterable[str]) -> None:
     found = {}
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            BED.lessons.num_forwards = BED.lessons.num_lessons = 0
             plant, _ = FAULTS[name]
             world = World(folder)
             try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import device as streams
 import numpy as np
-from books import DeviceSlots, HostPages, Lessons, check_aligned
+from books import DeviceSlots, HostPages, check_aligned
 from device import Delays, Device
 from report import Report
 from rest import Rest
@@ -31,12 +31,11 @@ CHUNK_PAGES = 8
 
 
 class Bed:
-    """The platform of this process: its settings, device, report and lessons."""
+    """The platform of this process: its settings, device and report."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.report = Report(environment.get("ASYNC_PLATFORM_REPORT"))
         self.device = Device(_delays(environment), self.report.violation)
-        self.lessons = Lessons(self.report)
         self.rest = Rest(self.report, environment.get("ASYNC_PLATFORM_DRAIN"))
 
     def reread(self, environment: Mapping[str, str]) -> None:
@@ -112,11 +111,7 @@ class Deferred:
         return getattr(self._pool, name)
 
     def backup_from_device_all_layer_physical(
-        self,
-        device_pool: Any,
-        host_indices: torch.Tensor,
-        device_indices: torch.Tensor,
-        io_backend: str,
+        self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
     ) -> None:
         import torch
 
@@ -144,38 +139,27 @@ class Deferred:
             draw = functools.partial(BED.device.delays.number, stream.end)
             order = sorted(range(len(chunks)), key=lambda number: (draw(number), number))
             for number in order:
-                stream.copy(
-                    functools.partial(move, *chunks[number]),
-                    "d2h",
-                    end if number == order[-1] else None,
-                )
+                last = end if number == order[-1] else None
+                stream.copy(functools.partial(move, *chunks[number]), "d2h", last)
 
     def load_to_device_per_layer_physical(
         self,
         device_pool: Any,
-        host_indices: torch.Tensor,
-        device_indices: torch.Tensor,
-        layer_id: int,
-        io_backend: str,
-        *,
-        is_draft: bool = False,
+        host_indices: Any,
+        device_indices: Any,
+        *where: Any,
+        **named: Any,
     ) -> None:
         import torch
 
         BED.report.ran("h2d")
         pool, host_indices, stream = self._pool, host_indices.clone(), streams.current_stream()
         pages, slots = pages_of(pool), slots_of(device_pool)
+        given = (device_pool, host_indices, device_indices, *where)
 
         def move() -> None:
             with torch.inference_mode():
-                pool.load_to_device_per_layer_physical(
-                    device_pool,
-                    host_indices,
-                    device_indices,
-                    layer_id,
-                    io_backend,
-                    is_draft=is_draft,
-                )
+                pool.load_to_device_per_layer_physical(*given, **named)
 
         def end() -> None:
             if pages is not None:
@@ -186,7 +170,7 @@ class Deferred:
                 pages.begin_read(host_indices, "h2d")
             if slots is not None:
                 slots.begin_copy_in(device_indices, stream)
-            index = stream.copy(move, f"h2d of layer {layer_id}", end)
+            index = stream.copy(move, "h2d of a layer", end)
             if slots is not None:
                 slots.copied_in(device_indices, stream, index)
 
@@ -227,8 +211,7 @@ def _host_pools(module: ModuleType) -> None:
 def _watch_pages(pool_class: Any) -> None:
     @wrapping(pool_class)
     def alloc(original: Any, self: Any, need_size: int) -> Any:
-        indices = original(self, need_size)
-        book = pages_of(self)
+        indices, book = original(self, need_size), pages_of(self)
         if book is not None and indices is not None and len(indices):
             BED.report.ran("host-alloc")
             with BED.device.lock:
@@ -253,10 +236,6 @@ def _watch_pages(pool_class: Any) -> None:
         original(self)
         if book is None and _keeps_own_pages(self):
             vars(self)[_HOST] = HostPages(self, BED.report)
-
-
-def _mamba_pools(module: ModuleType) -> None:
-    _watch_pages(module.MambaPoolHost)
 
 
 def _keeps_own_pages(pool: Any) -> bool:
@@ -362,14 +341,6 @@ def _storage(module: ModuleType) -> None:
         return job
 
 
-def _load_planning(module: ModuleType) -> None:
-    @wrapping(module.LoadPlanner)
-    def note_batch(original: Any, *given: Any, **named: Any) -> None:
-        BED.report.ran("lesson")
-        BED.lessons.note()
-        original(*given, **named)
-
-
 # ---- Streams ----
 
 
@@ -416,10 +387,8 @@ def _disaggregation_prefill(module: ModuleType) -> None:
             BED.report.ran("early-send")
             super().__init__(*arguments, **named)
 
-    torch = module.torch
-    assert hasattr(torch, "cuda")
-    cuda = _Over(torch.cuda, Event=Event, current_stream=streams.current_stream)
-    module.torch = _Over(torch, cuda=cuda)
+    cuda = _Over(module.torch.cuda, Event=Event, current_stream=streams.current_stream)
+    module.torch = _Over(module.torch, cuda=cuda)
 
 
 # ---- Handoffs into host memory ----
@@ -452,9 +421,9 @@ def _handoff(module: ModuleType) -> None:
         original: Any,
         self: Any,
         kv_indices: Any,
-        aux_index: int | None = None,
+        aux_index: Any = None,
         state_indices: Any = None,
-        *arguments: Any,
+        *more: Any,
         **named: Any,
     ) -> None:
         import torch
@@ -463,8 +432,7 @@ def _handoff(module: ModuleType) -> None:
         into = getattr(self, _RECEIVED_INTO) if is_host else ()
         rows = (kv_indices, *(state_indices or ()))
         writes = []
-        for pool, pages in zip(into, rows, strict=False):
-            book = pages_of(pool)
+        for book, pages in zip(map(pages_of, into), rows, strict=False):
             if book is not None and len(pages):
                 numbers = torch.from_numpy(np.array(pages, np.int64))
                 slots = numbers[:, None] * book.size + torch.arange(book.size)
@@ -476,7 +444,7 @@ def _handoff(module: ModuleType) -> None:
                 rooms[self.bootstrap_room] = writes
                 for book, slots in writes:
                     book.begin_write(slots, "receive")
-        original(self, kv_indices, aux_index, state_indices, *arguments, **named)
+        original(self, kv_indices, aux_index, state_indices, *more, **named)
 
     @wrapping(module.KVManagerRole)
     def _conclude(
@@ -504,7 +472,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "torch.cpu": _torch_cpu,
     "sglang.srt.mem_cache.l2_transfer": _transfers,
     "sglang.srt.mem_cache.pool_host.base": _host_pools,
-    "sglang.srt.mem_cache.pool_host.mamba": _mamba_pools,
+    "sglang.srt.mem_cache.pool_host.mamba": lambda module: _watch_pages(module.MambaPoolHost),
     "sglang.srt.mem_cache.allocator.paged": _paged_allocator,
     "sglang.srt.mem_cache.allocator.token": _token_allocator,
     "sglang.srt.managers.scheduler": _scheduler,
@@ -513,5 +481,4 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.disaggregation.decode": _disaggregation_decode,
     "sglang_tiered.integration.disaggregation.manager": _handoff,
     "sglang_tiered.integration.storage.backend": _storage,
-    "sglang_tiered.integration.cache.load_planner": _load_planning,
 }

@@ -3,7 +3,6 @@ is misspelt is refused with one sentence."""
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import importlib.metadata
 import importlib.util
@@ -25,25 +24,21 @@ from deployed import (
     MissingVariable,
     Service,
     Stage,
-    interpolate,
     is_shell,
     names_of_variables,
     read_dockerfile,
     read_services,
     words_of,
 )
-from deployed_flags import LAUNCHER, ROUTER, launcher_flags, ports_of, problem_of_command
+from deployed_flags import LAUNCHER, ROUTER, ports_of, problem_of_command
 from jsonschema.validators import validator_for
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from kit.commands import ran
 from kit.promtool import promtool
-from sglang_tiered import launch_server
-from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE
 
 GPU = DEPLOY / "compose.gpu.yaml"
-CONFIGS = [DEPLOY / "server.yaml", DEPLOY / "server.gpu.yaml", DEPLOY / "kubernetes/server.yaml"]
 SERVICES = read_services(SECRETS)
 ARGUMENTS, STAGES = read_dockerfile()
 IMAGES = ("cpu", "cuda", "router")
@@ -88,13 +83,6 @@ def test_compose_files_keep_to_their_schema(path: Path) -> None:
     assert compose_problems(load(path), path.name) == []
 
 
-def test_a_misspelt_compose_key_is_one_sentence() -> None:
-    document = copy.deepcopy(load(COMPOSE))
-    document["services"]["redis"]["helthcheck"] = {}
-    (problem,) = compose_problems(document, COMPOSE.name)
-    assert problem.startswith("compose.yaml: services.redis: ") and "'helthcheck'" in problem
-
-
 PROMETHEUS = load(DEPLOY / "prometheus/prometheus.yml")
 SOURCES = load(DEPLOY / "grafana/datasource.yaml")
 
@@ -115,18 +103,6 @@ def test_prometheus_finds_the_alert_rules() -> None:
         assert inside.startswith(rules.target + "/")
         assert rules.path is not None
         assert list(rules.path.glob(inside.removeprefix(rules.target + "/"))), pattern
-
-
-def test_grafana_finds_dashboards_and_their_source() -> None:
-    mounts = {mount.target: mount.path for mount in SERVICES["grafana"].mounts}
-    (provider,) = load(DEPLOY / "grafana/dashboards.yaml")["providers"]
-    folder = mounts[provider["options"]["path"]]
-    assert folder is not None
-    dashboards = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    assert dashboards
-    for dashboard in dashboards:
-        asked = [one.get("query") for one in dashboard["templating"]["list"]]
-        assert all(source["type"] in asked for source in SOURCES["datasources"]), asked
 
 
 # ---- Commands ----
@@ -158,35 +134,6 @@ def test_every_flag_exists_with_its_value() -> None:
             assert not problem, f"{place}: {problem}"
             judged += 1
     assert judged == 6
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ([*LAUNCHER, "--tier-dri=/kv"], "unrecognized arguments: --tier-dri=/kv; --help lists"),
-        ([*LAUNCHER, "--tier-nvme-bytes=1GB1"], "--tier-nvme-bytes '1GB1' is not a size"),
-        ([*LAUNCHER, "--disaggregation-mode=refill"], "invalid choice: 'refill'"),
-        ([*ROUTER, "--decoder", "http://decode:30000"], "arguments: --decoder http"),
-        (["nobody", "knows", "this"], "nobody judges"),
-    ],
-)
-def test_a_misspelt_flag_is_one_sentence(words: list[str], sentence: str) -> None:
-    problem = problem_of_command(words)
-    assert sentence in problem and "\n" not in problem
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(DEPLOY)))
-def test_configurations_of_servers_name_what_exists(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = launcher_flags([f"--config={path}"])
-    assert {name.replace("_", "-") for name in found} >= set(load(path)) - {"model-path"}
-    misspelt = path.read_text(encoding="utf-8").replace("tier-nvme-bytes", "tier-nmve-bytes")
-    (tmp_path / "server.yaml").write_text(misspelt)
-    arguments = ["--model-path", "any", "--config", str(tmp_path / "server.yaml"), "--port", "0"]
-    assert launch_server.main(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(r"sglang-tiered: unrecognized arguments: --tier-nmve-bytes \d+\wiB; ", line)
 
 
 def test_every_shell_script_parses() -> None:
@@ -242,15 +189,6 @@ def test_published_ports_are_exposed_and_local() -> None:
             assert int(inside) in service.ports, f"{name}: {words}"
 
 
-def test_services_wait_for_what_can_be_ready() -> None:
-    for name, service in SERVICES.items():
-        for other, how in service.record.get("depends_on", {}).items():
-            assert other in SERVICES, f"{name}: depends_on: {other}"
-            if how["condition"] == "service_healthy":
-                assert SERVICES[other].health, f"{name}: {other} has no health check"
-    assert set(load(GPU)["services"]) <= set(SERVICES)
-
-
 def test_every_mount_and_volume_exists() -> None:
     volumes = set(load(COMPOSE)["volumes"])
     used = set()
@@ -266,14 +204,6 @@ def test_every_mount_and_volume_exists() -> None:
         for words in service.get("volumes", []):
             source = words.split(":")[0]
             assert source in volumes or (DEPLOY / source).is_file(), words
-
-
-def test_list_of_servers_is_no_lone_mount() -> None:
-    """An editor that replaces it would leave the container with the old one."""
-    (words,) = [word for word in SERVICES["router"].command if word.startswith("--servers=")]
-    (file,) = in_repository(SERVICES["router"], [words.partition("=")[2]])
-    assert Path(file).is_file()
-    assert [mount.path for mount in SERVICES["router"].mounts] == [Path(file).parent]
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
@@ -296,28 +226,6 @@ def test_every_secret_is_asked_for_in_a_sentence() -> None:
     for path in (COMPOSE, GPU):
         for name in names_of_variables(path):
             assert f"`{name}`" in page, f"{path.name}: README.md does not explain {name}"
-
-
-def test_interpolation_is_compose_s() -> None:
-    known = {"SET": "x", "EMPTY": ""}
-    text = "$SET ${SET} ${EMPTY-a}|${EMPTY:-b} ${GONE-c} ${GONE} $$ ${SET:?no}"
-    assert interpolate(text, known) == "x x |b c  $ x"
-    with pytest.raises(MissingVariable, match="^EMPTY: why$"):
-        interpolate("${EMPTY:?why}", known)
-
-
-def test_variables_of_servers_are_read_by_something() -> None:
-    source = (ROOT / "python/sglang_tiered/storage/bucket/remote.py").read_text()
-    found = importlib.util.find_spec("sglang")
-    assert found is not None and found.origin is not None
-    environ = (Path(found.origin).parent / "srt/environ.py").read_text(encoding="utf-8")
-    stores = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"  # by obstore, from S3's own
-    for name in ("prefill", "decode"):
-        for variable in SERVICES[name].environment:
-            known = variable == URL_VARIABLE or variable in source or variable in stores
-            known = known or f"{variable} = Env" in environ
-            known = known or variable == "AWS_ALLOW_HTTP" and '{owner}_ALLOW_HTTP"' in source
-            assert known, variable
 
 
 # ---- Images ----
@@ -351,50 +259,6 @@ def test_everything_copied_exists_and_is_sent() -> None:
 )
 def test_what_no_image_may_hold_is_ignored(path: str) -> None:
     assert ignored(path)
-
-
-def test_stages_are_made_from_what_exists() -> None:
-    assert set(IMAGES) < set(STAGES)
-    for stage in STAGES.values():
-        assert re.fullmatch(r"[a-z]+(/[a-z]+)?:[\w.-]+", stage.base), stage.base
-        for value in stage.values("COPY"):
-            if found := re.match(r"--from=(\S+)", value):
-                assert found[1] in STAGES, value
-    assert SGLANG in STAGES["cuda"].base
-    assert f"'{SGLANG}'" in " ".join(STAGES["cuda"].values("RUN"))
-
-
-SGLANG = re.search(r"^sglang==(\S+)$", (ROOT / "requirements/cpu-nodeps.txt").read_text(), re.M)[1]  # type: ignore[index]
-
-
-def test_targets_and_build_arguments_exist() -> None:
-    builds = [service.record["build"] for service in SERVICES.values() if "build" in service.record]
-    builds += [one["build"] for one in load(GPU)["services"].values() if "build" in one]
-    assert {build["target"] for build in builds} == set(IMAGES)
-    for build in builds:
-        assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Dockerfile")
-        for name in build.get("args", []):
-            stages = {"cpu": "cpu-packages"}.get(build["target"], build["target"])
-            assert name in STAGES[stages].values("ARG"), f"{build['target']}: ARG {name}"
-
-
-def test_the_cpu_image_installs_what_scripts_env_does() -> None:
-    """In its order: torch alone, then what is resolved, then what must not be."""
-    script = (ROOT / "scripts" / "env").read_text(encoding="utf-8")
-    wanted = re.findall(r"^  install (?!\"\$torch)(.*)$", script.partition("work (CPU")[2], re.M)
-    assert wanted[:3] == [
-        '-r "$root/requirements/cpu.txt" "${extra[@]}"',
-        '--no-deps -r "$root/requirements/cpu-nodeps.txt"',
-        '--no-deps --no-build-isolation -e "$root"',
-    ]
-    steps = " && ".join(STAGES["cpu-packages"].values("RUN"))
-    done = [" ".join(one.split()) for one in re.findall(r"pip install (.*?)(?= && |$)", steps)]
-    assert done == [
-        "\"$(grep -E '^torch==' /src/requirements/cpu.txt)\"",
-        "-r /src/requirements/cpu.txt -r /src/requirements/router.txt",
-        "--no-deps -r /src/requirements/cpu-nodeps.txt",
-        "--no-deps --no-build-isolation /src",
-    ]
 
 
 def with_required(names: list[str]) -> set[str]:

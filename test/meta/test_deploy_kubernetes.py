@@ -3,13 +3,8 @@ selectors, secrets, volumes, sizes."""
 
 from __future__ import annotations
 
-import copy
-import functools
-import importlib.util
 import ipaddress
-import operator
 import re
-import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -24,9 +19,7 @@ from deployed import DEPLOY, SECRETS, read_dockerfile, read_services
 from deployed_flags import LAUNCHER, ROUTER, launcher_flags, ports_of, problem_of_command
 from manifest_kinds import OWN, Kustomization
 
-from kit.commands import ran
 from sglang_tiered.flags import parse_bytes
-from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE
 from sglang_tiered.route.envoy import OWN_HEADERS
 from sglang_tiered.route.source import Source
 from sglang_tiered.wire.keys import PEER, ROLES, load_keys, make_keys
@@ -94,23 +87,6 @@ def test_manifests_keep_to_their_schemas(version: str) -> None:
     assert not list(filter(None, problems))
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "sentence"),
-    [
-        ("StatefulSet", {"replica": 2}, "Additional properties are not allowed ('replica' was"),
-        ("StatefulSet", {"replicas": "two"}, "spec.replicas: 'two' is not of type 'integer'"),
-        ("ServiceMonitor", {"endpoint": []}, "contains unknown field `endpoint` - at `$.spec`"),
-        ("InferencePool", {"targetPorts": [{"number": 0}]}, "- at `$.spec.targetPorts[0].number`"),
-    ],
-)
-def test_a_misspelt_key_or_value_is_named(kind: str, change: Any, sentence: str) -> None:
-    name, document = next(one for one in documents() if one[1]["kind"] == kind)
-    wrong = copy.deepcopy(document)
-    wrong["spec"].update(change)
-    problem = problem_of(name, wrong, VERSIONS[-1])
-    assert problem.startswith(f"{name}: ") and sentence in problem and "\n" not in problem
-
-
 # ---- Kustomize ----
 
 
@@ -140,69 +116,12 @@ def test_every_file_is_in_one_kustomization() -> None:
     assert sorted(listed) == sorted(there)
 
 
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="there is no kubectl in PATH")
-@pytest.mark.parametrize("is_changed", [False, True])
-def test_kustomize_takes_it_with_emptydir_too(is_changed: bool, tmp_path: Path) -> None:
-    """As it stands, and with the line for machines without local volumes."""
-    copied = Path(shutil.copytree(FOLDER, tmp_path / "kubernetes"))
-    path = copied / "kustomization.yaml"
-    text, changes = re.subn(r"(?m)^# (?=components: )", "", path.read_text(encoding="utf-8"))
-    assert changes == 1
-    if is_changed:
-        path.write_text(text, encoding="utf-8")
-    ended = ran("kubectl", "kustomize", str(copied))
-    assert ended.returncode == 0, ended.stderr
-    made = list(yaml.safe_load_all(ended.stdout))
-    maps = {one["metadata"]["name"] for one in made if one["kind"] == "ConfigMap"}
-    assert "servers" in maps, "one more server restarts no router"
-    sets = [one for one in made if one["kind"] == "StatefulSet"]
-    assert len(sets) == len(ROLES)
-    for one in sets:
-        volumes = {volume["name"] for volume in one["spec"]["template"]["spec"]["volumes"]}
-        assert ("kv" in volumes) is is_changed
-        assert len(one["spec"]["volumeClaimTemplates"]) == (1 if is_changed else 2)
-
-
 def test_images_are_targets_of_the_dockerfile() -> None:
     _, stages = read_dockerfile()
     images = {image.name: image for image in kustomizations()["."].images}
     assert all(image.newTag in stages for image in images.values())
     used = {c["image"] for name in WORKLOADS for c in containers(pod_of(name))}
     assert used == set(images) | {read_services(SECRETS)["redis"].record["image"]}
-
-
-def patched(document: Any, patch: str) -> Any:
-    """A manifest with a patch of removals and additions (RFC 6902)."""
-    found = copy.deepcopy(document)
-    for step in yaml.safe_load(patch):
-        assert step["op"] in ("remove", "add")
-        *parents, last = (
-            int(part) if part.isdigit() else part for part in step["path"].strip("/").split("/")
-        )
-        place = functools.reduce(operator.getitem, parents, found)
-        if step["op"] == "remove":
-            del place[last]
-        elif last == "-":
-            place.append(step["value"])
-        else:
-            place[last] = step["value"]
-    return found
-
-
-@pytest.mark.parametrize("name", ROLES)
-def test_emptydir_takes_the_place_of_the_claim(name: str) -> None:
-    (patch,) = kustomizations()["emptydir"].patches
-    assert re.fullmatch(patch.target.name, name) and patch.target.kind == "StatefulSet"
-    changed = patched(WORKLOADS[name], patch.patch)
-    assert problem_of("emptydir", changed, VERSIONS[-1]) == ""
-    spec = changed["spec"]
-    assert [claim["metadata"]["name"] for claim in spec["volumeClaimTemplates"]] == ["models"]
-    pod = spec["template"]["spec"]
-    (volume,) = [one for one in pod["volumes"] if one["name"] == "kv"]
-    resources = pod["containers"][0]["resources"]
-    limit = quantity(volume["emptyDir"]["sizeLimit"])
-    assert limit >= quantity(kv_claim(name)) > settings()["tier_nvme_bytes"]
-    assert quantity(resources["limits"]["ephemeral-storage"]) > limit
 
 
 # ---- Commands ----
@@ -294,27 +213,6 @@ def test_readiness_waits_for_the_tiers(name: str) -> None:
 
 
 # ---- What refers to what ----
-
-
-@pytest.mark.parametrize("name", list(WORKLOADS))
-def test_variables_are_read_by_what_runs(name: str) -> None:
-    found = importlib.util.find_spec("sglang")
-    assert found is not None and found.submodule_search_locations is not None
-    (root,) = found.submodule_search_locations
-    network = (Path(root) / "srt/utils/network.py").read_text(encoding="utf-8")
-    environ = (Path(root) / "srt/environ.py").read_text(encoding="utf-8")
-    script = str(main_of(name)["args"][-1])
-    defined: list[str] = []
-    for variable in main_of(name).get("env", []):
-        known = variable["name"] in (URL_VARIABLE, "HF_HOME", "REDISCLI_AUTH")
-        known = known or f"{variable['name']} = Env" in environ
-        known = known or f'"{variable["name"]}"' in network or f"${variable['name']}" in script
-        later = [one.get("value", "") for one in main_of(name)["env"]]
-        known = known or any(f"$({variable['name']})" in value for value in later)
-        assert known, f"{name}: {variable['name']}"
-        # Kubernetes fills in only what stands before it.
-        assert set(re.findall(r"\$\((\w+)\)", variable.get("value", ""))) <= set(defined)
-        defined.append(variable["name"])
 
 
 def references() -> Iterator[str]:
@@ -421,19 +319,6 @@ def test_a_gateway_finds_picker_and_servers() -> None:
     assert servers["selector"] == pool["spec"]["selector"]["matchLabels"]
     assert f"--servers=dns://{OWN_PODS}:{servers['ports'][0]['port']}" in args_of("picker")
     assert set(rule["filters"][0]["requestHeaderModifier"]["remove"]) <= set(OWN_HEADERS)
-
-
-def test_the_operator_gets_the_alert_rules_whole() -> None:
-    """What the page's command hands to ``kubectl``."""
-    text = (DEPLOY / "README.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"(?m)^(awk .*?) \| kubectl .* apply -f -$", text)
-    made = subprocess.run(
-        ["bash", "-ceu", command], cwd=DEPLOY.parent, capture_output=True, check=True, timeout=30
-    )
-    rule = yaml.safe_load(made.stdout)
-    assert rule["kind"] == "PrometheusRule" and rule["metadata"]["name"]
-    alerts = DEPLOY.parent / "scripts/grafana/alerts.yaml"
-    assert rule["spec"] == yaml.safe_load(alerts.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", list(WORKLOADS))

@@ -22,7 +22,6 @@ from documented_commands import (
     Command,
     blocks_of,
     form_commands,
-    inline_commands_of,
     page_blocks,
     page_inline_commands,
 )
@@ -44,59 +43,9 @@ OTHERS = (
     *("python -m pip", "python -m pytest", "scripts/test", "python -m dynamo.frontend"),
 )
 
-PAGE = """\
-Two commands, `scripts/serve --port 1` and `ls`:
-
-```sh
-scripts/serve     # a comment
-# another
-
-X=1 curl -s localhost:1 \\
-  -d '{"a":
-  "b # c"}'
-```
-
-- In a list:
-
-  <!-- not run: no network -->
-  ```sh
-  pip install .
-  ```
-
-```
-   picture ──► of scripts/serve
-```
-"""
-
 
 def problems(text: str) -> list[str]:
     return [block.problem for block in blocks_of(text, "page") if block.problem is not None]
-
-
-def test_commands_are_found_with_place_and_mark() -> None:
-    first, second, third = blocks_of(PAGE, "page")
-    assert [(command.line, command.text) for command in first.commands] == [
-        (4, "scripts/serve     # a comment"),
-        (7, 'X=1 curl -s localhost:1 \\\n  -d \'{"a":\n  "b # c"}\''),
-    ]
-    assert first.commands[0].is_server
-    assert first.commands[1].words[:2] == ["curl", "-s"]
-    assert first.commands[1].words[-1] == '{"a":\n  "b # c"}'
-    assert first.not_run is None
-    assert (second.not_run, [command.text for command in second.commands]) == (
-        "no network",
-        ["pip install ."],
-    )
-    assert third.commands == []
-    assert problems(PAGE) == []
-    assert [command.text for command in inline_commands_of(PAGE, "page")] == [
-        "scripts/serve --port 1"
-    ]
-
-
-def test_a_command_begins_with_whole_words() -> None:
-    assert not Command("page", 1, "scripts/serve-pd").begins_with("scripts/serve")
-    assert not Command("page", 1, "scripts/serve --help").is_server
 
 
 @pytest.mark.parametrize(
@@ -115,19 +64,6 @@ def test_a_command_begins_with_whole_words() -> None:
 def test_a_block_hidden_from_the_test_is_found(text: str, problem: str) -> None:
     (found,) = problems(text)
     assert found.startswith(problem)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<!-- not run: x -->\n\n```sh\nls\n```\n",
-        "<!-- not run: x -->\nText.\n\n```sh\nls\n```\n",
-        "<!-- not run: x -->\n<!-- not run: y -->\n```sh\nls\n```\n",
-    ],
-)
-def test_a_mark_apart_from_its_fence_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="the mark stands before no fence"):
-        blocks_of(text, "page")
 
 
 def test_every_block_is_run_or_says_why_not() -> None:

@@ -220,56 +220,6 @@ def test_every_room_of_integration_has_a_floor() -> None:
     assert rooms == set(INTEGRATION)
 
 
-# Classes of ours over another of ours that is over one of SGLang's, each with its reason.
-STOREYS = {
-    "TieredStorage": "its parent has the calls that only look",
-    "TieredRadixCache": "its parent hides forgotten pages in any tree, with tiers or without",
-    "ReferencePodAttnBackend": "pod over the backend of the CPU, as PodAttnBackend over Triton's",
-}
-
-
-def classes() -> dict[str, list[str]]:
-    """Dotted names of all classes, with those of their bases."""
-    found: dict[str, list[str]] = {}
-    for path, module, _ in modules():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names: dict[str, str] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-            elif isinstance(node, ast.ClassDef):
-                names[node.name] = f"{module}.{node.name}"
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                bases = [ast.unparse(base).partition("[")[0] for base in node.bases]
-                found[f"{module}.{node.name}"] = [names.get(base, base) for base in bases]
-    return found
-
-
-def test_only_listed_classes_stand_over_sglangs() -> None:
-    """What one class of SGLang's does is read in two places then, and in MRO order."""
-    known = classes()
-
-    def is_over_sglang(name: str) -> bool:
-        return any(
-            base.startswith("sglang.") or (base in known and is_over_sglang(base))
-            for base in known[name]
-        )
-
-    between = {
-        name.rpartition(".")[2]
-        for name, bases in known.items()
-        if any(base in known and is_over_sglang(base) for base in bases)
-    }
-    assert between == set(STOREYS)
-
-
-def test_the_walk_sees_both_source_roots() -> None:
-    seen = {module for _, module, _ in modules()}
-    assert {OURS, f"{OURS}.storage.base", KERNELS, f"{LAB}.trace.cli"} <= seen
-
-
 CAUGHT = [
     ("sglang_tiered.storage.base", "import sglang"),
     ("sglang_tiered.storage.base", "from sglang.srt.mem_cache import registry"),

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from email.message import Message
-from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -105,13 +103,6 @@ def empty_environment(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory
     return place / "bin" / "sglang-tiered"
 
 
-@pytest.fixture(scope="module")
-def metadata(wheel_file: Path) -> Message:
-    with zipfile.ZipFile(wheel_file) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        return Parser().parsestr(archive.read(name).decode())
-
-
 def test_the_wheel_holds_package_and_pages_only(wheel: set[str]) -> None:
     """A room without ``__init__.py`` would be left out without a word."""
     ours = set().union(*(modules_and_pages(ROOT / root) for root in SOURCE_ROOTS))
@@ -129,42 +120,9 @@ def test_the_sdist_holds_the_wheels_sources_only(sdist: Path) -> None:
     assert names - generated == sources | files
 
 
-def test_the_metadata_admits_what_sglang_has_wheels_for(metadata: Message) -> None:
-    assert set(metadata["Requires-Python"].split(",")) == {">=3.11", "<3.14"}
-    pythons = "Programming Language :: Python :: 3."
-    classifiers = metadata.get_all("Classifier", [])
-    named = [line.removeprefix(pythons) for line in classifiers if line.startswith(pythons)]
-    assert named == ["11", "12", "13"]
-
-
-def test_the_readme_is_the_description(metadata: Message) -> None:
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
-
-
 def typed(command: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     return ran(command, *arguments, env=environment)
-
-
-def test_the_wheel_alone_lists_its_commands(empty_environment: Path) -> None:
-    ended = typed(empty_environment, "--help")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert [line.split()[1] for line in ended.stdout.splitlines()][: len(COMMANDS)] == [*COMMANDS]
-
-
-def test_the_wheel_alone_tells_what_is_missing(empty_environment: Path, metadata: Message) -> None:
-    ended = typed(empty_environment, "--version")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    first, sglang, *_ = lines = ended.stdout.splitlines()
-    assert first == f"sglang-tiered {metadata['Version']}"
-    assert sglang.startswith("sglang is missing (required: ==")
-    required = metadata.get_all("Requires-Dist", [])
-    (missing,) = [line for line in lines if line.startswith("missing: ")]
-    assert missing.endswith("; pip install sglang-tiered")
-    named = missing.removeprefix("missing: ").partition(";")[0].split(", ")
-    assert len(named) == len([line for line in required if "extra ==" not in line])
-    assert "missing for the extra object: obstore; pip install 'sglang-tiered[object]'" in lines
 
 
 COMPLETE = {"cluster": ("published",), "completion": ("bash",), "keygen": ("--out", "keys")}
