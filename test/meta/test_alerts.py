@@ -24,7 +24,6 @@ RULES: dict[str, dict[str, Any]] = {
     for group in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
     for rule in group["rules"]
 }
-RANK_LABELS = {"tp_rank", "pp_rank", "dp_rank"}
 OF_TARGET = {"job": "sglang-tiered", "instance": "a:30000"}
 OF_SERVER = OF_TARGET | {"model_name": "m", "engine_type": "prefill"}
 # Which are up, and no more.

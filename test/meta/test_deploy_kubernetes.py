@@ -3,11 +3,10 @@ selectors, secrets, volumes, sizes."""
 
 from __future__ import annotations
 
-import ipaddress
+import json
 import re
 import stat
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +29,16 @@ OWN_PODS = "server"
 SET_BY_HAND = {"prefill-keys", "decode-keys", "peer-keys", "redis", "bucket", "hub"}
 
 
-def documents(folder: Path = FOLDER, pattern: str = "**/*.yaml") -> list[tuple[str, Any]]:
-    """Every manifest with the file that it stands in; ``server.yaml`` is none."""
-    return [
-        (str(path.relative_to(FOLDER)), document)
-        for path in sorted(folder.glob(pattern))
-        for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
-        if "kind" in document
-    ]
+DOCUMENTS = [
+    document
+    for path in sorted(FOLDER.glob("**/*.yaml"))
+    for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    if "kind" in document  # ``server.yaml`` is no manifest
+]
 
 
 def named(kind: str) -> dict[str, Any]:
-    found = [one for _, one in documents() if one["kind"] == kind]
-    return {one["metadata"]["name"]: one for one in found}
+    return {one["metadata"]["name"]: one for one in DOCUMENTS if one["kind"] == kind}
 
 
 WORKLOADS = named("StatefulSet") | named("Deployment")
@@ -66,25 +62,14 @@ def labels_of(name: str) -> dict[str, str]:
 # ---- Schemas ----
 
 
-def problem_of(name: str, document: Any, version: str) -> str:
-    """Where a manifest departs from its schema: file, key, value; empty if nowhere."""
-    try:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_manifests_keep_to_their_schemas(version: str) -> None:
+    assert len(DOCUMENTS) > 15
+    for document in DOCUMENTS:
         if document["kind"] in OWN:
             msgspec.convert(document, OWN[document["kind"]])
         else:
             kubernetes_validate.validate(document, version, strict=True)
-    except msgspec.ValidationError as error:
-        return f"{name}: {error}"
-    except kubernetes_validate.ValidationError as error:
-        return f"{name}: {'.'.join(map(str, error.path))}: {error.message}"
-    return ""
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_manifests_keep_to_their_schemas(version: str) -> None:
-    problems = [problem_of(name, document, version) for name, document in documents()]
-    assert len(problems) > 15
-    assert not list(filter(None, problems))
 
 
 # ---- Kustomize ----
@@ -114,14 +99,6 @@ def test_every_file_is_in_one_kustomization() -> None:
             assert (FOLDER / folder / name).resolve() not in (FOLDER / folder / "x").parents
     there = {path for path in FOLDER.glob("**/*.yaml") if path.name != "kustomization.yaml"}
     assert sorted(listed) == sorted(there)
-
-
-def test_images_are_targets_of_the_dockerfile() -> None:
-    _, stages = read_dockerfile()
-    images = {image.name: image for image in kustomizations()["."].images}
-    assert all(image.newTag in stages for image in images.values())
-    used = {c["image"] for name in WORKLOADS for c in containers(pod_of(name))}
-    assert used == set(images) | {read_services(SECRETS)["redis"].record["image"]}
 
 
 # ---- Commands ----
@@ -167,13 +144,9 @@ def test_ports_of_commands_probes_and_services_agree(name: str) -> None:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     given = ports_of(name, [str(word) for word in container["args"]])
     assert given == sorted(ports.values()), name
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        how = container.get(probe, {})
-        port = (how.get("httpGet") or how.get("tcpSocket") or {}).get("port")
-        assert port is None or port in ports, f"{name}: {probe}: {port}"
-        for word in how.get("exec", {}).get("command", []):
-            for number in re.findall(r"(?<=:)\d{4,5}|^\d{4,5}$", word):
-                assert int(number) in ports.values(), f"{name}: {probe}: {number}"
+    probes = json.dumps([how for key, how in container.items() if key.endswith("Probe")])
+    assert set(re.findall(r'"port": "([\w-]+)"', probes)) <= ports.keys()
+    assert set(map(int, re.findall(r'(?<=[:"])\d{4,5}(?=[/"])', probes))) <= set(ports.values())
     service = named("Service")[name]
     assert service["spec"]["selector"].items() <= labels_of(name).items()
     for port in service["spec"]["ports"]:
@@ -194,41 +167,13 @@ def test_the_router_finds_pods_of_headless_services() -> None:
     assert counts == {role: WORKLOADS[role]["spec"]["replicas"] for role in ROLES}
 
 
-def test_router_outlasts_answers_of_its_servers() -> None:
-    (drain,) = [word.partition("=")[2] for word in args_of("router") if "--drain=" in word]
-    servers = {pod_of(name)["terminationGracePeriodSeconds"] for name in ROLES}
-    until_killed = pod_of("router")["terminationGracePeriodSeconds"]
-    assert until_killed > int(drain.rstrip("s")) >= max(servers)
-
-
-@pytest.mark.parametrize("name", ROLES)
-def test_readiness_waits_for_the_tiers(name: str) -> None:
-    container = main_of(name)
-    words = container["readinessProbe"]["exec"]["command"]
-    _, stages = read_dockerfile()
-    assert words[1] in stages["cuda"].copied.values()
-    assert stages["cuda"].copied[f"deploy/{Path(words[1]).name}"] == words[1]
-    assert container["livenessProbe"]["timeoutSeconds"] > 20  # SGLang's own patience
-    assert container["startupProbe"]["httpGet"]["path"] == "/ready"
-
-
 # ---- What refers to what ----
 
 
-def references() -> Iterator[str]:
-    """Secrets that pods name."""
-    for pod in map(pod_of, WORKLOADS):
-        for container in pod["containers"]:
-            for variable in container.get("env", []):
-                if found := variable.get("valueFrom", {}).get("secretKeyRef"):
-                    yield found["name"]
-            yield from (source["secretRef"]["name"] for source in container.get("envFrom", []))
-        secrets = (volume["secret"] for volume in pod.get("volumes", []) if "secret" in volume)
-        yield from (secret["secretName"] for secret in secrets)
-
-
 def test_every_secret_is_one_that_the_page_makes() -> None:
-    assert set(references()) == SET_BY_HAND
+    names = r'"secret(?:KeyRef|Ref)": {[^}]*"name": "([\w-]+)"|"secretName": "([\w-]+)"'
+    found = re.findall(names, json.dumps(WORKLOADS, sort_keys=True))
+    assert {one or other for one, other in found} == SET_BY_HAND
     page = (DEPLOY / "README.md").read_text(encoding="utf-8")
     made = set(re.findall(r"create secret generic ([\w-]+)", page))
     assert made == SET_BY_HAND - {"hub"} and "`hub`" in page
@@ -386,11 +331,3 @@ def test_keys_of_a_secret_are_taken(name: str, tmp_path: Path) -> None:
         assert stat.S_IMODE((directory / f"{role}.key_secret").stat().st_mode) == 0o600
     given = [w.partition("=")[2] for w in args_of(name) if "-keys=" in w]
     assert given == ["/keys/transfer", "/keys/peer"]
-
-
-def test_no_address_is_written_down() -> None:
-    """Names lead to what moves."""
-    for path in FOLDER.glob("**/*.yaml"):
-        for found in re.findall(r"\b\d+\.\d+\.\d+\.\d+\b", path.read_text(encoding="utf-8")):
-            address = ipaddress.ip_address(found)
-            assert address.is_loopback or address.is_unspecified, f"{path.name}: {found}"

@@ -44,38 +44,24 @@ OTHERS = (
 )
 
 
-def problems(text: str) -> list[str]:
-    return [block.problem for block in blocks_of(text, "page") if block.problem is not None]
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("```\nscripts/test\n```\n", "page:2: command lines belong in a fence of language sh"),
         ("```text\n$ curl x\n```\n", "page:2: command lines belong in a fence of language sh"),
-        ("```bash\npip install .\n```\n", "page:2: command lines belong in a fence of language sh"),
-        ("```\nA=1 python -m x\n```\n", "page:2: command lines belong in a fence of language sh"),
         ("```sh\n# nothing\n```\n", "page:2: there is no command line in it"),
-        ("<!-- not run: -->\n```sh\nls\n```\n", "page:3: the mark gives no reason"),
         ("<!-- not run -->\n```sh\nls\n```\n", "page:3: the mark gives no reason"),
         ("<!-- not run: x -->\n```\nls\n```\n", "page:3: a mark belongs before a fence of lang"),
     ],
 )
 def test_a_block_hidden_from_the_test_is_found(text: str, problem: str) -> None:
-    (found,) = problems(text)
+    (found,) = [block.problem for block in blocks_of(text, "page") if block.problem]
     assert found.startswith(problem)
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
     found = [block.problem for path in FRONT_PAGES for block in page_blocks(path)]
     assert not [problem for problem in found if problem is not None]
-
-
-def test_the_front_page_has_the_commands_typed_live() -> None:
-    """They run what they find: a command that left the page would leave the tests in silence."""
-    blocks = page_blocks(ROOT / "README.md")
-    run = [str(c.words[0]) for block in blocks if block.not_run is None for c in block.commands]
-    assert {"scripts/serve", "scripts/demo", "scripts/serve-pd"} <= set(run)
 
 
 @pytest.mark.parametrize(("command", "where"), RUN_ELSEWHERE.items())
@@ -105,9 +91,7 @@ def test_every_documented_command_line_names_what_exists() -> None:
         ("python -m sglang_tiered.nothing", "no such module"),
         ("sglang-tiered nothing", "no such command"),
         ("sglang-tiered store nothing --json", "invalid choice"),
-        ("python benchmark/nothing.py --quick", "no such script"),
         ("sglang-tiered keygen --nothing x", "no flag --nothing"),
-        ("sglang-tiered keygen --ou x", "no flag --ou"),
         ("sglang-tiered keygen --out x", ""),
     ],
 )
