@@ -25,7 +25,7 @@ def test_no_top_folder_is_a_package(folder: str) -> None:
         assert not list((ROOT / folder).rglob("__init__.py"))
 
 
-def test_names_say_something_and_those_of_tests_are_short() -> None:
+def test_names_say_something_and_stay_short() -> None:
     for path in FILES:
         assert not SAYS_NOTHING & set(path.relative_to(ROOT).with_suffix("").parts), path
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

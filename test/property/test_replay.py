@@ -136,16 +136,3 @@ def furthest_in_future(chains: list[list[int]], capacity: int) -> int:
                 wanted[unit] = (later, chains[later].index(unit))
         kept = set(sorted(wanted, key=wanted.__getitem__)[:capacity])
     return hits
-
-
-@settings(max_examples=12, deadline=None)
-@given(chains=traces(), servers=st.integers(2, 5))
-def test_servers_and_copies_neither_lose_nor_share_requests(
-    chains: list[list[int]], servers: int
-) -> None:
-    one = run(chains, ("infinite", "lru"), 10, 20, 44)
-    many = run(chains, ("infinite", "lru"), 10, 20, 44, num_servers=servers, replicate=3)
-    assert many["infinite"].num_requests == 3 * one["infinite"].num_requests
-    assert many["infinite"].num_tokens == 3 * one["infinite"].num_tokens
-    # Copies share nothing; what servers split is a beginning shorter than they route by.
-    assert many["infinite"].num_tokens_hit <= 3 * one["infinite"].num_tokens_hit

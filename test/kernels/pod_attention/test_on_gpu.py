@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from pod_cases import Case, assert_close, make_case, shape_of, sinks_of
 
-from sglang_tiered_kernels.pod_attention import CONFIGS, PodPlan, Roles, Schedule, warm_up
+from sglang_tiered_kernels.pod_attention import CONFIGS, PodPlan, Roles, Schedule
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,21 +64,6 @@ def test_the_runner_of_a_tile_changes_no_result(schedule: Schedule) -> None:
         assert torch.equal(case.run(plan, roles=Roles.FUSED, schedule=schedule), first)
 
 
-def test_a_warm_server_does_not_compile() -> None:
-    from triton import knobs
-
-    case = large()
-    warm_up(case.k_cache, case.v_cache, case.shape)
-    compiled = []
-    knobs.runtime.jit_cache_hook = lambda **request: compiled.append(request["repr"])
-    try:
-        for roles in Roles:
-            case.run(plan_of(case), roles=roles)
-    finally:
-        knobs.runtime.jit_cache_hook = None
-    assert not compiled
-
-
 def test_both_roles_meet_on_every_sm() -> None:
     case = large()
     plan = plan_of(case)
@@ -125,10 +108,3 @@ def test_roles_may_run_on_two_streams() -> None:
         case.launch(plan, roles=Roles.DECODE)
     torch.cuda.current_stream().wait_stream(side)
     assert torch.equal(case.out[: plan.num_tokens], expected)
-
-
-def test_a_small_split_merges_to_the_same_answer() -> None:
-    shape = shape_of(heads=(32, 8), head_dim=128, page_size=64, dtype=torch.bfloat16)
-    case = make_case([1], [30_000], shape).to("cuda")
-    config = replace(CONFIGS["A"], split_len=64)
-    assert_close(case.run(case.plan(config, num_sms=132)), case.expected())

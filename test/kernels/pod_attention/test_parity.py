@@ -78,12 +78,6 @@ def test_keys_behind_the_window_are_never_read(window: int, page_size: int) -> N
     check(extend=EXTEND, prefix=PREFIX, shape=shape, window=window)
 
 
-@pytest.mark.parametrize("window", [133, 134, 135])
-def test_a_window_may_begin_at_a_steps_edge(window: int) -> None:
-    # The last query sees the keys from 66, 65 and 64 on; steps are of 32 keys.
-    check(extend=[20], prefix=[180], shape={"heads": (2, 1)}, window=window)
-
-
 ALL = {"window": 90, "sinks": True, "logit_cap": 4.0, "k_scale": 0.5, "v_scale": 2.0}
 
 

@@ -80,23 +80,6 @@ def test_an_sm_gets_roles_in_the_planned_ratio(num_sms: int) -> None:
 
 
 @interpreted
-def test_a_plan_serves_layer_after_layer() -> None:
-    case = mixed(40, 2)
-    plan = case.plan()
-    first = case.run(plan, roles=Roles.FUSED).clone()
-    for schedule in (Schedule.TICKET, Schedule.PERSISTENT, Schedule.TICKET):
-        assert torch.equal(case.run(plan, roles=Roles.FUSED, schedule=schedule), first)
-
-
-@interpreted
-def test_a_single_role_is_traced_at_its_tiles() -> None:
-    case = mixed(40, 2)
-    plan = case.plan()
-    counts = traced(case, plan, Schedule.TICKET, Roles.DECODE)[:, COUNT].tolist()
-    assert counts == [0] * plan.num_prefill_tiles + [1] * plan.num_decode_tiles
-
-
-@interpreted
 def test_the_gate_decides_only_where_it_is_asked() -> None:
     from sglang_tiered_kernels.pod_attention import launch  # needs Triton
 
