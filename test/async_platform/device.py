@@ -74,11 +74,7 @@ class Record:
     stream: Stream
     index: int
     clock: dict[Stream, int]
-    time: float | None = None
-
-    @property
-    def has_effect(self) -> bool:
-        return self.stream.effected >= self.index
+    time: float = 0.0
 
     @property
     def visible(self) -> bool:
@@ -144,10 +140,11 @@ class Device:
                     pending.pop()
                     continue
                 task = stream.task(stream.effected)
-                if task.after is not None and not task.after.has_effect:
-                    pending.append((task.after.stream, task.after.index))
-                    continue
-                self._run_effect(stream, task, "demanded")
+                after = task.after
+                if after is not None and after.stream.effected < after.index:
+                    pending.append((after.stream, after.index))
+                else:
+                    self._run_effect(stream, task, "demanded")
 
     def expedite(self, record: Record) -> None:
         """Let nothing that a record depends on wait for its time any longer."""
@@ -175,10 +172,7 @@ class Device:
             while not record.visible:
                 left_s = deadline - self.clock()
                 if left_s <= 0:
-                    states = [
-                        f"{stream.name}: {stream.visible}/{stream.effected}/{stream.end}"
-                        for stream in self._streams
-                    ]
+                    states = {s.name: (s.visible, s.effected, s.end) for s in self._streams}
                     raise RuntimeError(f"waited in vain for {record.stream.name}: {states}")
                 self._changed.wait(left_s)
 
@@ -255,13 +249,11 @@ class Stream:
 
     def __init__(
         self,
-        device: object = None,
-        priority: int = 0,
-        *,
+        *_: object,
         of: Device | None = None,
         name: str | None = None,
         lazy: bool = False,
-        **_: object,
+        **more: object,
     ) -> None:
         self.owner = installed() if of is None else of
         self.lazy = lazy
@@ -302,12 +294,7 @@ class Stream:
         self.clock[self] = index
         return index
 
-    def copy(
-        self,
-        effect: Callable[[], None],
-        label: str = "copy",
-        on_visible: Callable[[], None] | None = None,
-    ) -> int:
+    def copy(self, effect: Callable[[], None], label: str = "copy", on_visible: Any = None) -> int:
         """Queue a copy, or make it now where the stream is eager. Its index."""
         with self.owner.lock:
             index = self._delayed(label, effect, on_visible=on_visible)
@@ -370,12 +357,10 @@ class Event:
 
     def query(self) -> bool:
         """Whether it is done; True where it was never recorded."""
-        record = self.record_of_last
-        return record is None or record.visible
+        return self.record_of_last is None or self.record_of_last.visible
 
     def synchronize(self) -> None:
-        record = self.record_of_last
-        if record is not None:
+        if (record := self.record_of_last) is not None:
             record.stream.owner.wait_until_visible(record)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -386,7 +371,6 @@ class Event:
         first, last = self.record_of_last, end.record_of_last
         if not (self._has_timing and end._has_timing and first and last):
             raise RuntimeError("both events must be recorded, with enable_timing=True")
-        assert first.time is not None and last.time is not None, "they are not done"
         return (last.time - first.time) * 1000.0
 
 
@@ -415,16 +399,10 @@ class StreamContext(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._previous.append(getattr(_current, "stream", None))
-        if self.stream is not None:
-            _current.stream = self.stream
+        _current.stream = self.stream or self._previous[-1]
 
     def __exit__(self, *_: object) -> None:
         _current.stream = self._previous.pop()
-
-
-def stream(stream: Stream | None) -> StreamContext:
-    """As ``torch.cuda.stream``."""
-    return StreamContext(stream)
 
 
 def synchronize(device: object = None) -> None:
@@ -438,6 +416,7 @@ def install(module: Any, device: Device) -> None:
     global _installed  # noqa: PLW0603 - torch has one module of streams too
     _installed = device
     _current.stream = None
-    for function in (Stream, Event, StreamContext, current_stream, stream, synchronize):
-        setattr(module, function.__name__, function)
+    for each in (Stream, Event, StreamContext, current_stream, synchronize):
+        setattr(module, each.__name__, each)
+    module.stream = StreamContext
     atexit.register(device.synchronize)

@@ -11,6 +11,7 @@ import itertools
 import json
 import threading
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +142,7 @@ class World:
         receiver.bootstrap_room, receiver.bootstrap_infos = 1, []
         receiver.required_dst_info_num, manager.endpoint = 1, endpoint
         manager.forward_stream = torch.cpu.Stream() if without == "forward" else forward
-        with self.streams.stream(None if without == "scheduling" else scheduling):
+        with self.streams.StreamContext(None if without == "scheduling" else scheduling):
             receiver.send_metadata(CHOSEN)
 
         size = 2 * len(CHOSEN) * PAGE_BYTES
@@ -200,63 +201,45 @@ def as_it_is(world: World) -> bool:
     return handed_over and world.is_received_right() and world.is_loaded_right()
 
 
-def numbers_are_not_awaited(world: World) -> bool:
-    return world.is_sent_right(lambda wait_event, indices_event: lambda: True)
-
-
 def copy_is_not_awaited(world: World) -> bool:
     begin = world.memory.begin_gather
     world.memory.begin_gather = lambda *given: (begin(*given), nothing)[1]  # type: ignore[method-assign]
     return world.is_sent_right()
 
 
-def copy_goes_before_its_gather(world: World) -> bool:
-    world.memory._copying.wait_event = nothing
-    return world.is_sent_right()
+def lacking(place: str, name: str, what: str) -> Callable[[World], bool]:
+    """What is right where one wait does nothing."""
+
+    def check(world: World) -> bool:
+        setattr(attrgetter(place)(world), name, nothing)
+        right: bool = getattr(world, what)()
+        return right
+
+    return check
 
 
-def gather_goes_before_the_last_copy(world: World) -> bool:
-    world.memory._computing.wait_event = nothing
-    return world.is_sent_to_many_right()
-
-
-def scatter_is_not_awaited(world: World) -> bool:
-    world.memory.flush = nothing  # type: ignore[method-assign]
-    return world.is_received_right()
-
-
-def forward_is_not_awaited(world: World) -> bool:
-    return world.is_received_right(without="forward")
-
-
-def scheduler_is_not_awaited(world: World) -> bool:
-    return world.is_received_right(without="scheduling")
-
-
-def load_is_not_awaited(world: World) -> bool:
-    return world.is_loaded_right(awaited=False)
-
-
-FAULTS = [
-    numbers_are_not_awaited,
-    copy_is_not_awaited,
-    copy_goes_before_its_gather,
-    gather_goes_before_the_last_copy,
-    scatter_is_not_awaited,
-    forward_is_not_awaited,
-    scheduler_is_not_awaited,
-    load_is_not_awaited,
-]
+FAULTS: dict[str, Callable[[World], bool]] = {
+    "numbers are not awaited": lambda world: world.is_sent_right(lambda *_: lambda: True),
+    "a copy is not awaited": copy_is_not_awaited,
+    "a copy before its gather": lacking("memory._copying", "wait_event", "is_sent_right"),
+    "a gather before the last copy": lacking(
+        "memory._computing", "wait_event", "is_sent_to_many_right"
+    ),
+    "a scatter is not awaited": lacking("memory", "flush", "is_received_right"),
+    "a forward is not awaited": lambda world: world.is_received_right(without="forward"),
+    "the scheduler is not awaited": lambda world: world.is_received_right(without="scheduling"),
+    "a load is not awaited": lambda world: world.is_loaded_right(awaited=False),
+}
 
 
 def main() -> None:
     from sglang_tiered.integration.disaggregation import device_memory
 
     said = {}
-    for case in (as_it_is, *FAULTS):
+    for name, case in {"as it is": as_it_is, **FAULTS}.items():
         gather, scatter = device_memory.gather, device_memory.scatter
         world = World()
-        said[case.__name__] = case(world)
+        said[name] = case(world)
         world.torch.cpu.synchronize()  # what it did not await reads memory of this world
         device_memory.gather, device_memory.scatter = gather, scatter
     print(json.dumps(said))

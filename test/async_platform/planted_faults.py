@@ -53,15 +53,9 @@ class World:
         self.allocator = make_pool(PAGES, PAGE, layers=LAYERS, heads=HEADS, dim=DIM)
         self.pool = self.allocator.get_kvcache()
         (info,) = self.pool.get_device_pool_infos()
+        sizes: Any = {"device_capacity_tokens": self.pool.size, "end_layer": LAYERS - 1}
         self.host = MHATokenToKVPoolHost(
-            info.buffer_info,
-            1.5,
-            0,
-            PAGE,
-            "page_first_direct",
-            device_capacity_tokens=self.pool.size,
-            start_layer=0,
-            end_layer=LAYERS - 1,
+            info.buffer_info, 1.5, 0, PAGE, "page_first_direct", start_layer=0, **sizes
         )
         self.forward_stream, self.scheduling = torch.cpu.Stream(), torch.cpu.Stream()
         self.controller = self._make_controller()
@@ -84,19 +78,17 @@ class World:
         from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 
         controller = HiCacheController.__new__(HiCacheController)
+        queues = ("load_queue", "write_queue", "ack_load_queue", "ack_write_queue")
         controller.__dict__.update(
-            mem_pool_device_allocator=self.allocator,
-            mem_pool_device=self.pool,
-            mem_pool_host=self.host,
+            **{name: [] for name in queues},
             io_backend="direct",
             page_size=PAGE,
             device="cpu",
+            mem_pool_device_allocator=self.allocator,
+            mem_pool_device=self.pool,
+            mem_pool_host=self.host,
             transfer_layer_id_max=LAYERS,
             layer_done_counter=LayerDoneCounter(LAYERS),
-            load_queue=[],
-            write_queue=[],
-            ack_load_queue=[],
-            ack_write_queue=[],
             load_fence_stream=self.forward_stream,
             write_fence_stream=self.forward_stream,
             l2_transfer_engine=L2TransferEngine("direct"),
@@ -129,7 +121,7 @@ class World:
             forward_mode=ForwardMode.EXTEND,
             prefix=reads,
         )
-        with self.streams.stream(self.forward_stream):
+        with self.streams.StreamContext(self.forward_stream):
             self.forward_stream.wait_stream(self.scheduling)
             self._forward(batch)
 
@@ -191,15 +183,10 @@ def open_storage(folder: str, host: Any) -> Any:
     nvme = NvmeConfig(directory=folder, capacity_bytes=256 * MiB, region_bytes=64 * MiB)
     TieredConfig(mode=TierMode.NVME, host_bytes=MiB, nvme=nvme).to_environment(os.environ)
     namespace.server_identity = lambda config: {"model": "m"}
-    where = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0)
+    where: Any = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0)
     where |= dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1)
-    config = HiCacheStorageConfig(
-        **where,
-        is_mla_model=False,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name="m",
-    )
+    where |= dict.fromkeys(("is_mla_model", "enable_storage_metrics"), False)
+    config = HiCacheStorageConfig(**where, is_page_first_layout=True, model_name="m")
     storage: Any = TieredStorage(config, {})
     storage.register_mem_pool_host(host)
     storage.on_host_pools_registered()

@@ -1,9 +1,8 @@
 """Checks an idle scheduler: it holds only the pages of its tree, and the tree can free them all.
 
 SGLang counts device memory then, but accepts locked nodes, and runs the tree's own check only for
-hybrid models. A lock that is never released keeps its nodes, and a host page without a node is lost
-until the next flush; SGLang's count shows neither. The scheduler learns of ends of copies and
-stores over several steps, so only lasting findings are reported.
+hybrid models. The scheduler learns of ends of copies and stores over several steps, so only lasting
+findings are reported.
 """
 
 from __future__ import annotations

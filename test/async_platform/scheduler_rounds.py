@@ -1,14 +1,13 @@
 """SGLang's real scheduler in this process, without HTTP: rounds of prompts over three tiers.
 
 Overlap is on and prefill is chunked. The argument is the model's folder. The last line is JSON: the
-tokens of each round, where prompts came from, and what the platform said, if this process is on it.
+tokens of each round, which tiers its prompts came from, and what the platform said, if it is there.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import random
 import sys
 import tempfile
@@ -68,7 +67,7 @@ class Client:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._inbox: queue.Queue[Any] = queue.Queue()
+        self._inbox: list[Any] = []
         self._answers: dict[str, Answer] = {}
         self._changed = threading.Condition()
         receiver = type(scheduler.request_receiver)
@@ -79,9 +78,8 @@ class Client:
         sender.send_output = lambda _, output, *rest, **more: self._take(output)
 
     def _received(self) -> list[Any]:
-        received = []
-        while not self._inbox.empty():
-            received.append(self._inbox.get_nowait())
+        with self._changed:
+            received, self._inbox = self._inbox, []
         return received
 
     def _take(self, output: Any) -> None:
@@ -103,22 +101,15 @@ class Client:
         answer = self._answers[rid] = Answer()
         sampling = SamplingParams(temperature=0, max_new_tokens=NUM_NEW, ignore_eos=True)
         sampling.normalize(None)
-        self._inbox.put(
-            TokenizedGenerateReqInput(
-                rid=rid,
-                input_text="",
-                input_ids=array("q", prompt),
-                input_embeds=None,
-                mm_inputs=None,
-                token_type_ids=None,
-                sampling_params=sampling,
-                return_logprob=False,
-                logprob_start_len=-1,
-                top_logprobs_num=0,
-                token_ids_logprob=None,
-                stream=False,
-            )
+        nothing = ("input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")
+        options: dict[str, Any] = {"return_logprob": False, "logprob_start_len": -1}
+        options |= {"top_logprobs_num": 0, "stream": False, **dict.fromkeys(nothing)}
+        ids = array("q", prompt)
+        request = TokenizedGenerateReqInput(
+            rid=rid, input_text="", input_ids=ids, sampling_params=sampling, **options
         )
+        with self._changed:
+            self._inbox.append(request)
         return answer
 
     def ask(self, prompts: list[list[int]], at_a_time: int) -> list[Answer]:
@@ -142,11 +133,8 @@ class Client:
             for at_a_time in ROUNDS:
                 answers = self.ask(prompts, at_a_time)
                 result["rounds"].append([answer.tokens for answer in answers])
-                tiers = {"device": 0, "host": 0, "storage": 0}
-                for answer in answers:
-                    for tier in tiers:
-                        tiers[tier] += answer.cached.get(tier) or 0
-                result["cached"].append(tiers)
+                cached = [pair for answer in answers for pair in answer.cached.items()]
+                result["cached"] += [tier for tier, num_tokens in cached if num_tokens]
         except Exception:
             result["error"] = traceback.format_exc()
         self._scheduler.gracefully_exit = True

@@ -287,7 +287,7 @@ def _watch_clear(allocator_class: Any) -> None:
 
 
 def _storage(module: ModuleType) -> None:
-    before: dict[Any, tuple[Any, list[int]]] = {}  # books and checksums of what is under way
+    before: dict[Any, tuple[Any, Any]] = {}  # books and checksums of what is under way
 
     @wrapping(module.TieredStorage)
     def begin_store(

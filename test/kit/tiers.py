@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from shared_tier import SharedTier
 
-from kit.faulty import FaultyEngine
 from kit.memory import MemoryEngine
 from kit.runs import NAMESPACE, blank, page_data, soft_encoding
 from kit.waiting import TIMEOUT_S, drained, finished
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["KEEPING", "close_whole", "load", "loads", "open_region", "open_tier", "store"]
 
 KEEPING = [
-    *("memory", "faulty-without-faults", "region-direct", "region-buffered"),
+    *("memory", "region-direct", "region-buffered"),
     *("object-memory", "object-directory", "stack"),
     *("region-zstd", "stack-zstd"),
 ]
@@ -82,9 +81,8 @@ def open_tier(
     max_tenant_bytes: int | None = None,
 ) -> TierEngine:
     """Open an empty tier. ``queue_bytes`` bounds its stores, where it has a queue."""
-    if name in ("memory", "faulty-without-faults"):
-        memory = MemoryEngine(capacity_bytes, max_tenant_bytes=max_tenant_bytes)
-        return memory if name == "memory" else FaultyEngine(memory)
+    if name == "memory":
+        return MemoryEngine(capacity_bytes, max_tenant_bytes=max_tenant_bytes)
     if name.startswith("object"):
         urls = {
             "object-memory": f"memory://{directory}",

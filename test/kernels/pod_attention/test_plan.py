@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pod_cases import SMALL, shape_of
@@ -94,26 +93,6 @@ def test_every_visible_decode_key_is_in_one_split(
     assert partials == merged
     places = sorted(place for own in merged.values() for place in own)
     assert places == list(range(plan.num_partials))
-
-
-@settings(max_examples=50, deadline=None)
-@given(rows=ROWS, window=WINDOWS)
-def test_the_longest_tiles_start_first(rows: list[tuple[int, int]], window: int) -> None:
-    plan = plan_of(rows, window=window)
-    first = plan.prefill_units[:, 3]
-    end = first + plan.prefill_units[:, 2]
-    begin = np.maximum(0, first - window) if window >= 0 else np.zeros_like(first)
-    steps = -(-end // SMALL.block_n) - begin // SMALL.block_n
-    assert (np.diff(steps) <= 0).all()
-    assert (np.diff(plan.decode_units[:, 3] - plan.decode_units[:, 2]) <= 0).all()
-    table = plan.table.tolist()
-    places = (0, plan.decode_table_offset, plan.merge_table_offset)
-    for place, records in zip(
-        places, (plan.prefill_units, plan.decode_units, plan.merges), strict=True
-    ):
-        flat = records.reshape(-1).tolist()
-        assert table[place : place + len(flat)] == flat
-    assert plan.table.dtype == torch.int32
 
 
 def test_counters_are_zero_and_aligned_at_launch() -> None:

@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.faulty import Fault, FaultyDevice, FaultyEngine
-from kit.memory import MemoryEngine
-from kit.runs import Blank, MakeRun
-from kit.waiting import drained
-from sglang_tiered.storage.base import Reason
+from kit.faulty import Fault, FaultyDevice
 from sglang_tiered.storage.region.device import FileDevice
 
 
@@ -54,37 +50,3 @@ def test_same_seed_same_failures(tmp_path: Path) -> None:
 
     assert outcomes(1) == outcomes(1) != outcomes(2)
     assert 10 < sum(outcomes(1)) < 40
-
-
-def test_space_runs_out_and_comes_back(tmp_path: Path) -> None:
-    faulty = device(tmp_path, writable_bytes=8192)
-    faulty.close(faulty.create("a", 8192))
-    with pytest.raises(OSError, match="No space"):
-        faulty.create("b", 4096)
-    faulty.unlink("a")
-    faulty.close(faulty.create("b", 4096))
-
-
-def test_chosen_jobs_fail_unseen_by_the_engine(make_run: MakeRun, blank: Blank) -> None:
-    engine = FaultyEngine(MemoryEngine(1 << 20), {1: Reason.IO_ERROR})
-    run = make_run(1, [100])
-    assert engine.submit_store(run).reasons == [Reason.OK]
-    failed = engine.submit_load(blank(run))
-    assert failed.done
-    assert failed.reasons == [Reason.IO_ERROR]
-    assert engine.submit_load(blank(run)).reasons == [Reason.OK]
-
-
-def test_held_jobs_finish_on_release(make_run: MakeRun, blank: Blank) -> None:
-    engine = FaultyEngine(MemoryEngine(1 << 20))
-    run = make_run(1, [100])
-    engine.hold()
-    store, load = engine.submit_store(run), engine.submit_load(blank(run))
-    cancelled = engine.submit_store(run)
-    cancelled.cancel()
-    assert not drained(engine, 0.0)
-    assert engine.lookup(run.keys).num_hits == 0
-    engine.release()
-    assert (store.reasons, load.reasons) == ([Reason.OK], [Reason.OK])
-    assert cancelled.reasons == [Reason.CANCELLED]
-    assert drained(engine, 0.0)
