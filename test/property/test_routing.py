@@ -189,15 +189,6 @@ def test_work_that_was_sent_counts_before_a_report() -> None:
     assert sorted(sent) == [0, 1, 2, 3]
 
 
-def test_a_server_slower_than_priced_is_found() -> None:
-    states = idle(2)
-    for _ in range(100):
-        seen_s = 2 * estimate(states[0], Held(), 1000, 0.0).ttft_s / states[0].slowdown
-        states[0].answered(estimate(states[0], Held(), 1000, 0.0).ttft_s, seen_s)
-    assert states[0].slowdown == pytest.approx(2, rel=0.05)
-    assert chosen(states, 1000).server == 1
-
-
 @given(
     st.lists(st.tuples(states, holdings), min_size=1, max_size=12),
     st.integers(1, 8000),
