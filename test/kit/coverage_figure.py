@@ -1,10 +1,8 @@
 """One line at the end of a run that measures coverage (``scripts/test --all --coverage``).
 
-Measured is what costs little: the tests of ``contract`` and ``unit`` that start neither SGLang nor
-an interpreter of kernels, in pytest's own processes. Tracing doubles the time of ``property``,
-whose examples have a deadline, and would cost the gate minutes in servers, and change when their
-threads meet. So neither what those tests run is in the figure, nor ``integration``, which they are
-for.
+Measured are the tests of ``contract`` and ``unit`` that start neither SGLang nor an interpreter of
+kernels, in pytest's own processes. Tracing doubles the time of ``property``, whose examples have a
+deadline, and would cost the gate minutes in servers, and change when their threads meet.
 """
 
 from __future__ import annotations

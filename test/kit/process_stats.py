@@ -88,6 +88,8 @@ STATS = ProcessStats(
     budget=BudgetStats(total_bytes=16384, floor_bytes=2048, borrowed_bytes=6144, due_bytes=0),
     request_log_dropped=2,
 )
+NO_PASSES = ("bytes_in", "bytes_out", "num_breaker_opened", "num_passes", "num_full_listings")
+NO_PASSES += ("last_pass_s", "num_pages_vanished")
 BELOW = ObjectTierStats(
     engine=dataclasses.replace(
         ENGINE,
@@ -97,17 +99,10 @@ BELOW = ObjectTierStats(
     ),
     bucket=BucketStats(
         requests={"get": 19},
-        bytes_in=0,
-        bytes_out=0,
-        num_breaker_opened=0,
-        num_passes=0,
-        num_full_listings=0,
-        last_pass_s=0.0,
-        num_pages_vanished=0,
-        trouble="",
         refused={"put": 0, "delete": 0},
         listed_bytes=20,
-        last_error="",
+        **dict.fromkeys(("trouble", "last_error"), ""),  # type: ignore[arg-type]
+        **dict.fromkeys(NO_PASSES, 0),  # type: ignore[arg-type]
     ),
     moved=StackStats(
         num_promoted=1,
