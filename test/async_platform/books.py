@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-__all__ = ["DeviceSlots", "HostPages", "check_aligned"]
-
 PATTERN = np.uint32(0x4240C240)
 """48.19 in float32, 48 and -48 in bfloat16, 3.1 in float16, 2 and -2.25 in float8_e4m3."""
 ROW_BYTES, LOOKED_AT_BYTES = 64, 16

@@ -31,8 +31,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Delays", "Device", "Event", "Record", "Stream", "current_stream", "install"]
-
 STUCK_S = 60.0
 """A host thread that waited so long for an event never would see it."""
 KEPT_TASKS = 512

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FAULTS"]
-
 PAGES, PAGE_BYTES, BUFFERS = 8, 1 << 21, 4
 """So that five pages are more slabs than have memory on the device."""
 

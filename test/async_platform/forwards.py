@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     Written = list[tuple[DeviceSlots, torch.Tensor]]
 
-__all__ = ["late"]
-
 
 def late(bed: Bed, slots_of: Callable[[Any], DeviceSlots | None]) -> Callable[[Any], Any]:
     """What to put around ``ModelRunner.forward``."""

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["load_pages", "queue_store", "store_pages"]
-
 DEADLINE_S = 60.0
 
 

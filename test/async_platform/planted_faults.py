@@ -22,8 +22,6 @@ from small_cache import DIM, HEADS, LAYERS, PAGE, keys_of, make_cache
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FAULTS"]
-
 FAULTS: dict[str, tuple[Callable[[World], None], set[str]]] = {}
 """Each with the violations that it must lead to, and no others."""
 

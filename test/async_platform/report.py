@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Report", "Seen", "read"]
-
 MAX_OF_A_NAME = 20
 """Violations of one name that a process writes with their stacks."""
 STACK_LIMIT = 14

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from report import Report
 
-__all__ = ["Rest", "drained"]
-
 LOOK_S = 0.25
 TIMES = 6
 """So often in a row the same is seen before it is told."""

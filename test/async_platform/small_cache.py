@@ -19,22 +19,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "PAGE",
-    "TOKENS",
-    "attach",
-    "broken_shard",
-    "compute",
-    "flush",
-    "keys_of",
-    "make_cache",
-    "make_pool",
-    "settle",
-    "step",
-    "storage_flags",
-    "store",
-]
-
 PAGE, LAYERS, HEADS, DIM, PAGES = 16, 4, 2, 64, 16
 TOKENS = list(range(100, 100 + 4 * PAGE))
 """A prompt."""

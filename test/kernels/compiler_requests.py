@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["compiler_requests"]
-
 
 class NoDevice:
     """Stands in for Triton's driver: says what to compile for and runs nothing."""

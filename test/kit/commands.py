@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["Cli", "Outcome", "cli_of", "ran"]
-
 
 class Outcome(NamedTuple):
     code: int

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
-
 TESTS = Path(__file__).resolve().parents[1]
 MEASURED = (TESTS / "contract", TESTS / "unit")
 LEFT_OUT = tuple(TESTS / "unit" / name for name in ("benchmark", "integration", "kernels"))

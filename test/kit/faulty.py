@@ -17,8 +17,6 @@ from typing import Any, Literal
 from sglang_tiered.storage.region.device import Device
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
-__all__ = ["Fault", "FaultyDevice", "fail_once"]
-
 Operation = Literal[
     "list_names",
     "create",

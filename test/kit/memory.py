@@ -29,8 +29,6 @@ from sglang_tiered.storage.base import (
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import ended
 
-__all__ = ["MemoryEngine"]
-
 
 class _Stored(NamedTuple):
     data: bytearray

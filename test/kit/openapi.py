@@ -9,8 +9,6 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-__all__ = ["check_answer", "described", "is_admitted"]
-
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "openapi.json"
 
 

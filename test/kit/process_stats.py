@@ -28,8 +28,6 @@ from sglang_tiered.storage.bucket.engine import BucketStats
 from sglang_tiered.storage.encoding import EncodingStats
 from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
-__all__ = ["ENGINE", "FULL", "STATS", "timed", "with_engine"]
-
 
 def timed(*seconds: float) -> DurationCounts:
     """What is known of things that took so long."""

@@ -12,8 +12,6 @@ from sglang_tiered.storage.bucket.requests import BucketError, Failure
 if TYPE_CHECKING:
     from sglang_tiered.storage.bucket import BucketEngine
 
-__all__ = ["Gate", "before", "listed", "refuse"]
-
 
 def before(
     engine: BucketEngine, kind: str, act: Callable[[], object], of: str = "", times: int = 1

@@ -11,22 +11,6 @@ from sglang_tiered.codecs import PageLayout
 from sglang_tiered.storage.base import KEY_BYTES, Run
 from sglang_tiered.storage.encoding import PageEncoding
 
-__all__ = [
-    "NAMESPACE",
-    "OTHER_NAMESPACE",
-    "Blank",
-    "MakeRun",
-    "PageData",
-    "Sizes",
-    "blank",
-    "make_run",
-    "make_soft_run",
-    "of",
-    "page_data",
-    "select",
-    "soft_encoding",
-]
-
 NAMESPACE = b"\x11" * 32
 OTHER_NAMESPACE = b"\x22" * 32
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["least_stall"]
-
 _NUM_TRIES = 20
 _LOOK_S = 0.0002
 

@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Run
     from sglang_tiered.storage.encoding import PageEncoding
 
-__all__ = [
-    "REGION",
-    "SIZES",
-    "close_engines",
-    "digest",
-    "flip",
-    "keep",
-    "keep_again",
-    "open_engine",
-    "store",
-]
-
 REGION = 64 * 1024
 SIZES = [12_288, 12_000, 9_000]
 

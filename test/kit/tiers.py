@@ -22,8 +22,6 @@ from sglang_tiered.storage.stack import TierStack
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Run, TierEngine
 
-__all__ = ["KEEPING", "close_whole", "load", "loads", "open_region", "open_tier", "store"]
-
 KEEPING = [
     *("memory", "region-direct", "region-buffered"),
     *("object-memory", "object-directory", "stack"),

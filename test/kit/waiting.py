@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job, Reason, TierEngine
 
-__all__ = ["TIMEOUT_S", "drained", "eventually", "finished"]
-
 TIMEOUT_S = 20.0
 """For what takes milliseconds on an idle machine; this one computes other tests as well."""
 

@@ -7,9 +7,7 @@ import fnmatch
 import importlib.metadata
 import importlib.util
 import json
-import re
 import sys
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -53,9 +51,6 @@ import sglang_tiered.route, sglang_tiered.sharing.membership
 for found in pkgutil.iter_modules(sglang_tiered.route.__path__, "sglang_tiered.route."):
     importlib.import_module(found.name)
 """
-ADDRESS = re.compile(
-    r"(?<![\w.-])(?P<host>[a-z][\w-]*|127\.0\.0\.1|0\.0\.0\.0):(?P<port>\d{4,5})\b"
-)
 
 
 def load(path: Path) -> Any:
@@ -70,7 +65,6 @@ def test_compose_files_keep_to_their_schema(path: Path) -> None:
 
 
 PROMETHEUS = load(DEPLOY / "prometheus/prometheus.yml")
-SOURCES = load(DEPLOY / "grafana/datasource.yaml")
 
 
 def test_prometheus_finds_the_alert_rules() -> None:
@@ -100,33 +94,6 @@ def test_every_flag_exists_with_its_value() -> None:
 
 
 # ---- What refers to what ----
-
-
-def addresses() -> Iterator[tuple[str, str, int]]:
-    """Every address in the compose file and beside it: who names it, host, port."""
-    for name, service in SERVICES.items():
-        for text in [*service.command, *service.health, *service.environment.values()]:
-            for match in ADDRESS.finditer(text):
-                yield name, match["host"], int(match["port"])
-    for job in PROMETHEUS["scrape_configs"]:
-        for static in job["static_configs"]:
-            for target in static["targets"]:
-                host, _, port = target.partition(":")
-                yield "prometheus", host, int(port)
-    for source in SOURCES["datasources"]:
-        found = ADDRESS.search(source["url"])
-        assert found
-        yield "grafana", found["host"], int(found["port"])
-
-
-def test_every_address_is_one_that_listens() -> None:
-    seen = set()
-    for user, host, port in addresses():
-        name = user if host[0].isdigit() else host
-        assert name in SERVICES, f"{user}: {host}:{port}: no service is named {host}"
-        assert port in SERVICES[name].ports, f"{user}: {host}:{port}: {name} does not listen there"
-        seen.add(name)
-    assert seen >= set(SERVICES) - {"keys", "model"}
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode", "router"])

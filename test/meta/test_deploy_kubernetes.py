@@ -19,7 +19,6 @@ from deployed_flags import LAUNCHER, ROUTER, launcher_flags, ports_of, problem_o
 from manifest_kinds import OWN, Kustomization
 
 from sglang_tiered.flags import parse_bytes
-from sglang_tiered.route.envoy import OWN_HEADERS
 from sglang_tiered.route.source import Source
 from sglang_tiered.wire.keys import PEER, ROLES, load_keys, make_keys
 
@@ -179,23 +178,6 @@ def test_every_secret_is_one_that_the_page_makes() -> None:
     assert made == SET_BY_HAND - {"hub"} and "`hub`" in page
 
 
-@pytest.mark.parametrize("name", list(WORKLOADS))
-def test_every_mount_has_its_volume(name: str) -> None:
-    pod = pod_of(name)
-    volumes = {volume["name"] for volume in pod.get("volumes", [])}
-    claims = WORKLOADS[name]["spec"].get("volumeClaimTemplates", [])
-    volumes |= {claim["metadata"]["name"] for claim in claims}
-    mounted = [m for c in containers(pod) for m in c.get("volumeMounts", [])]
-    assert {mount["name"] for mount in mounted} == volumes
-    paths = [mount["mountPath"] for mount in main_of(name).get("volumeMounts", [])]
-    for word in main_of(name)["args"]:
-        if found := re.match(r"--\S+?=(/\S+)", word):
-            assert any(Path(found[1]).is_relative_to(path) for path in paths), f"{name}: {word}"
-    maps = {made.name for made in kustomizations()["."].configMapGenerator}
-    for volume in pod.get("volumes", []):
-        assert volume.get("configMap", {"name": "server"})["name"] in maps
-
-
 def containers(pod: Any) -> list[Any]:
     return [*pod["containers"], *pod.get("initContainers", [])]
 
@@ -250,20 +232,6 @@ def test_every_pod_is_guarded_and_every_server_scraped() -> None:
             assert {one["port"] for one in monitor["spec"]["endpoints"]} <= ports
         scraped |= meant
     assert scraped == {*ROLES, OWN_PODS, "router", "picker"}
-
-
-def test_a_gateway_finds_picker_and_servers() -> None:
-    (pool,), (route,) = (named(kind).values() for kind in ("InferencePool", "HTTPRoute"))
-    ref = pool["spec"]["endpointPickerRef"]
-    assert ref["port"]["number"] in {
-        p["port"] for p in named("Service")[ref["name"]]["spec"]["ports"]
-    }
-    (rule,) = route["spec"]["rules"]
-    assert rule["backendRefs"][0]["name"] == pool["metadata"]["name"]
-    servers = named("Service")[OWN_PODS]["spec"]
-    assert servers["selector"] == pool["spec"]["selector"]["matchLabels"]
-    assert f"--servers=dns://{OWN_PODS}:{servers['ports'][0]['port']}" in args_of("picker")
-    assert set(rule["filters"][0]["requestHeaderModifier"]["remove"]) <= set(OWN_HEADERS)
 
 
 @pytest.mark.parametrize("name", list(WORKLOADS))

@@ -47,34 +47,6 @@ def test_roles_share_an_sm_and_loads_overlap(config: str, page_size: int) -> Non
     assert made.registers <= REGISTERS and made.shared_bytes <= SHARED_BYTES
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "head size 64": {"shape": PodShape(32, 8, 64, 1, torch.bfloat16, torch.bfloat16)},
-    "fp16": {"shape": PodShape(32, 8, 128, 1, torch.float16, torch.float16)},
-    "fp8": {"shape": PodShape(32, 8, 128, 1, torch.bfloat16, torch.float8_e4m3fn)},
-    "window, cap and sinks": {"window": True, "logit_cap": True, "sinks": True},
-    "64-bit slots": {"index64": True, "index_dtype": torch.int64},
-    "traced": {"trace": True},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_every_default_variant_keeps_two_blocks_per_sm(options: dict[str, Any]) -> None:
-    made = compiled(**{"shape": LLAMA, "config": "A"} | options)
-    assert made.ctas_per_sm >= 2
-    assert made.spill_bytes == 0
-    assert min(made.buffers) >= DECODE_BUFFERS and min(made.waits) >= 2
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-def test_the_merge_compiles_without_spilling(sinks: bool) -> None:
-    from sglang_tiered_kernels.pod_attention import tuning  # loads the compiler
-
-    made = tuning.compile_merge(LLAMA, sinks=sinks)
-    assert made.spill_bytes == 0
-    assert made.ctas_per_sm >= 8, "it waits for memory, which only other blocks can hide"
-
-
 BATCHES = [
     # Tile counts, tickets, offsets and splits that are 1, odd, and multiples of 16.
     ([16], [16]),
