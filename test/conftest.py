@@ -6,20 +6,17 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kit import coverage_figure
-from kit.runs import blank, make_run, page_data
+from kit.runs import Blank, MakeRun, PageData, blank, make_run, page_data
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from zygote import Zygotes
-
-    from kit.runs import Blank, MakeRun, PageData
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,9 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(coverage_figure)
     gc.disable()  # what is collected stays, and looking for garbage in it is half of the time
-    config.add_cleanup(
-        gc.unfreeze
-    )  # or libraries take what is left at the end for leaks, and say so
+    config.add_cleanup(gc.unfreeze)  # or libraries take what is left at the end for leaks
 
 
 def pytest_collection_finish() -> None:

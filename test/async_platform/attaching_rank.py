@@ -41,7 +41,6 @@ NUM_DECLINED_STEPS = 40
 
 
 def step_together(cache: Any, until: Callable[[], bool]) -> None:
-    """Steps of two ranks until something is so on both."""
     from sglang_tiered.integration.ranks import least_on_every_rank
 
     step(cache, lambda: least_on_every_rank(cache, [int(until())]) == [1])

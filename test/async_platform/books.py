@@ -44,7 +44,6 @@ def ids(indices: torch.Tensor) -> Ids:
 
 
 def check_aligned(report: Report, who: str, indices: torch.Tensor, page_size: int) -> None:
-    """Slots of whole pages, each from a multiple of the page size on."""
     slots = ids(indices)
     if page_size > 1 and slots.size:
         pages = slots[: slots.size // page_size * page_size].reshape(-1, page_size)
@@ -66,8 +65,6 @@ class Book:
 
 @dataclass(eq=False)
 class HostPages(Book):
-    """The pages of one host pool, numbered by the pool."""
-
     def __post_init__(self) -> None:
         self.size = int(self.pool.logical_page_size)
         number = int(self.pool.logical_size) // self.size
@@ -102,7 +99,6 @@ class HostPages(Book):
                 view[:] = PATTERN
 
     def holds_poison(self, page: int) -> bool:
-        """Whether any part of it was never written."""
         row, looked_at = ROW_BYTES // 4, LOOKED_AT_BYTES // 4
         for view in self.views(page):
             rows = view[: len(view) // row * row].reshape(-1, row)[:, :looked_at]
@@ -214,8 +210,6 @@ def _is_lazy(stream: Stream) -> bool:
 
 
 class DeviceSlots(Book):
-    """The slots of one device pool: a row in each of its buffers."""
-
     def __init__(self, pool: Any, device: Device, report: Report, page_size: int) -> None:
         super().__init__(pool, report)
         self.device, self.page_size = device, page_size

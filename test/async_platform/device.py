@@ -180,7 +180,6 @@ class Device:
             stream.synchronize()
 
     def close(self) -> None:
-        """End the thread."""
         with self.lock:
             self._closed = True
             self._changed.notify_all()
@@ -338,8 +337,6 @@ class Stream:
 
 
 class Event:
-    """As ``torch.cuda.Event``."""
-
     def __init__(self, enable_timing: bool = False, **_: object) -> None:
         self.record_of_last: Record | None = None
         self._has_timing = enable_timing
@@ -354,7 +351,6 @@ class Event:
             stream.owner.put(stream, Task("mark", mark=record))
 
     def query(self) -> bool:
-        """Whether it is done; True where it was never recorded."""
         return self.record_of_last is None or self.record_of_last.visible
 
     def synchronize(self) -> None:
@@ -377,20 +373,16 @@ _installed: Device | None = None
 
 
 def installed() -> Device:
-    """The device that streams belong to where none is named."""
     assert _installed is not None, "no device is installed"
     return _installed
 
 
 def current_stream(device: object = None) -> Stream:
-    """The calling thread's stream."""
     stream: Stream | None = getattr(_current, "stream", None)
     return installed().default if stream is None else stream
 
 
 class StreamContext(AbstractContextManager[None]):
-    """Makes a stream the calling thread's; None changes nothing."""
-
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
         self._previous: list[Stream | None] = []
@@ -404,7 +396,6 @@ class StreamContext(AbstractContextManager[None]):
 
 
 def synchronize(device: object = None) -> None:
-    """As ``torch.cuda.synchronize``."""
     installed().synchronize()
 
 

@@ -10,13 +10,23 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+import device as streams
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
+from sglang_tiered.transfer.layout import Pair, whole_pairs
+from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories, SlabPiece
+from sglang_tiered.transfer.messages import KV_COMPONENT, Open, Slab
+from sglang_tiered.transfer.prefill.send_queue import Chunk, SendQueue, SlabBuffers, cut_slabs
+from sglang_tiered.transfer.same_host import Fence
+from sglang_tiered.wire.keys import Tagger
 
 PAGES, PAGE_BYTES, BUFFERS = 8, 1 << 21, 4
 """So that five pages are more slabs than have memory on the device."""
@@ -28,14 +38,11 @@ class World:
     """A prefill rank's pool of random bytes on a lazy device, and the queue to one decode rank."""
 
     def __init__(self) -> None:
-        import device as streams
-        import numpy as np
         import torch
 
         from sglang_tiered.integration.disaggregation import device_memory
-        from sglang_tiered.transfer.memory import Buffer
 
-        self.np, self.torch, self.streams = np, torch, streams
+        self.torch = torch
         size = (BUFFERS, PAGES, PAGE_BYTES)
         self.pool = np.random.default_rng(1).integers(1, 256, size, dtype=np.uint8)
         buffers = [Buffer(part.ctypes.data, part.nbytes, PAGE_BYTES) for part in self.pool]
@@ -55,19 +62,7 @@ class World:
         """Send pages whose numbers are still being written; compare what would go out. ``done``
         stands for what asks the events."""
         from sglang_tiered.integration.disaggregation.device_memory import are_done
-        from sglang_tiered.transfer.layout import Pair
-        from sglang_tiered.transfer.memory import HostMemory, Memories
-        from sglang_tiered.transfer.messages import Open
-        from sglang_tiered.transfer.prefill.send_queue import (
-            Chunk,
-            SendQueue,
-            SlabBuffers,
-            cut_slabs,
-        )
-        from sglang_tiered.transfer.same_host import Fence
-        from sglang_tiered.wire.keys import Tagger
 
-        np = self.np
         numbers = self.torch.zeros(len(CHOSEN), dtype=self.torch.int64)
         chosen = self.torch.tensor(CHOSEN)
         scheduling = self.torch.cpu.Stream()
@@ -103,9 +98,6 @@ class World:
 
     def is_sent_to_many_right(self) -> bool:
         """Slabs for four decode ranks begun at once, the last awaited first."""
-        from sglang_tiered.transfer.memory import SlabPiece
-
-        np = self.np
         placed, begun = self.memory.place(np.array(CHOSEN, np.int32)), []
         for index in range(BUFFERS):
             out = np.zeros(PAGE_BYTES, np.uint8)
@@ -118,15 +110,9 @@ class World:
     def is_received_right(self, *, without: str = "") -> bool:
         """A slab lands in pages that the device still writes: a forward whose request has ended,
         and what the scheduler queued last. ``without``: the one of them that nobody knows of."""
-        from xxhash import xxh3_64_intdigest
-
         from sglang_tiered.integration.disaggregation.manager import DecodeKVManager, ZmqKVReceiver
-        from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
-        from sglang_tiered.transfer.layout import whole_pairs
-        from sglang_tiered.transfer.memory import HostMemory, Memories
-        from sglang_tiered.transfer.messages import KV_COMPONENT, Slab
 
-        np, torch = self.np, self.torch
+        torch = self.torch
         forward, scheduling = torch.cpu.Stream(), torch.cpu.Stream()
         for name, stream, buffer in (("forward", forward, 1), ("scheduling", scheduling, 3)):
             stream.called(name, lazy=True)
@@ -140,7 +126,7 @@ class World:
         receiver.bootstrap_room, receiver.bootstrap_infos = 1, []
         receiver.required_dst_info_num, manager.endpoint = 1, endpoint
         manager.forward_stream = torch.cpu.Stream() if without == "forward" else forward
-        with self.streams.StreamContext(None if without == "scheduling" else scheduling):
+        with streams.StreamContext(None if without == "scheduling" else scheduling):
             receiver.send_metadata(CHOSEN)
 
         size = 2 * len(CHOSEN) * PAGE_BYTES

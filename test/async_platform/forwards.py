@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def late(bed: Bed, slots_of: Callable[[Any], DeviceSlots | None]) -> Callable[[Any], Any]:
-    """What to put around ``ModelRunner.forward``."""
 
     def around(original: Any) -> Any:
         def forward(self: Any, forward_batch: Any, *arguments: Any, **named: Any) -> Any:
@@ -93,7 +92,6 @@ def _written(runner: Any, batch: Any, slots_of: Callable[[Any], DeviceSlots | No
 
 
 def _read(runner: Any, batch: Any) -> Any:
-    """The slots that hold the tokens of its requests."""
     table = runner.req_to_token_pool.req_to_token
     requests = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=False)
     slots = [table[request, :length].numpy() for request, length in requests]

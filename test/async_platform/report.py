@@ -23,8 +23,6 @@ STACK_LIMIT = 14
 
 @dataclass
 class Report:
-    """Of one process. Any thread."""
-
     path: str | None = None
     violations: list[dict[str, Any]] = field(default_factory=list)
     runs: Counter[str] = field(default_factory=Counter)
@@ -43,7 +41,6 @@ class Report:
             self._write(entry)
 
     def ran(self, seam: str) -> None:
-        """A seam was passed."""
         with self._lock:
             self.runs[seam] += 1
             is_first = self.runs[seam] == 1
@@ -51,7 +48,6 @@ class Report:
             self._write({"seam": seam, "pid": os.getpid()})
 
     def take(self) -> list[str]:
-        """The names of the violations since the last call."""
         with self._lock:
             names = [entry["violation"] for entry in self.violations]
             self.violations.clear()

@@ -65,7 +65,6 @@ class Rest:
 
 
 def drained(order: str, pid: int) -> str:
-    """The seam that tells the end of an order."""
     return f"drained {order} {pid}"
 
 
@@ -79,7 +78,6 @@ def is_at_rest(scheduler: Any) -> bool:
 
 
 def leftovers(cache: Any) -> list[str]:
-    """One line each."""
     found = []
     if locked := cache.protected_size():
         found.append(f"{locked} tokens are locked on the device")

@@ -409,7 +409,7 @@ def _handoff(module: ModuleType) -> None:
         original: Any, self: Any, room: int, status: int, *why: Any, **named: Any
     ) -> None:
         end(self, room, is_received=status == module.KVPoll.Success)
-        original(self, room, status, *why, **n)
+        original(self, room, status, *why, **named)
 
     def close(original: Any, self: Any) -> None:
         original(self)

@@ -112,7 +112,6 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, **groups: Any) ->
 
 
 def attach(cache: Any, **policies: str) -> tuple[bool, str]:
-    """As an operator does at run time, whose answer this is."""
     flags = storage_flags()
     answer: tuple[bool, str] = cache.attach_storage_backend(
         flags["hicache_storage_backend"],
@@ -151,7 +150,6 @@ def compute(cache: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def keys_of(tokens: list[int]) -> list[str]:
-    """What the pages of a prompt go by."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -170,18 +168,15 @@ def step(cache: Any, until: Callable[[], bool], steps: int | None = None) -> Non
 
 
 def settle(cache: Any) -> None:
-    """Every copy and every store that was queued is done."""
     step(cache, lambda: not cache.ongoing_write_through and not cache.ongoing_backup)
 
 
 def store(cache: Any, tokens: list[int]) -> None:
-    """A prompt is computed, and NVMe holds it."""
     compute(cache, tokens)
     step(cache, lambda: cache.storage.num_kept(keys_of(tokens)) == len(tokens) // PAGE)
     settle(cache)
 
 
 def flush(cache: Any) -> None:
-    """Empty device and host memory, as ``/flush_cache`` does."""
     cache.reset()
     cache.token_to_kv_pool_allocator.clear()

@@ -24,7 +24,6 @@ class NoDevice:
 
 
 def compiler_requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Collects what every launch asks, in place of compiling and launching."""
     from triton import knobs
     from triton.runtime.driver import driver
 

@@ -63,7 +63,6 @@ class Case:
         return replace(self, **{name: each.to(device) for name, each in tensors.items()})
 
     def run(self, plan: PodPlan, **options: Any) -> torch.Tensor:
-        """The batch's part of ``out``, poisoned before."""
         self.out.fill_(math.nan)
         self.launch(plan, **options)
         return self.out[: plan.num_tokens]

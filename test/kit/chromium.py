@@ -21,7 +21,6 @@ DEADLINE_S = 60.0
 
 
 def chromium() -> tuple[str | None, str]:
-    """The path of a headless Chromium, or None and why there is none."""
     found = ran(SCRIPT, timeout_s=400)
     return (found.stdout.strip() or None), found.stderr.strip()
 
@@ -61,7 +60,6 @@ class Browser:
         self._socket = await self._session.ws_connect(url, max_msg_size=0)
 
     def tell(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the protocol."""
         told = asyncio.wait_for(self._tell(method, parameters), DEADLINE_S)
         return self._loop.run_until_complete(told)
 
@@ -84,14 +82,12 @@ class Browser:
         self.tell("Page.navigate", url=url)
 
     def look(self, *, width: int, is_dark: bool) -> None:
-        """Have a window of that width, and prefer dark or light."""
         sizes = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.tell("Emulation.setDeviceMetricsOverride", **sizes)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.tell("Emulation.setEmulatedMedia", features=[scheme])
 
     def ask(self, script: str) -> Any:
-        """The value of an expression."""
         how = {"returnByValue": True, "awaitPromise": True}
         found = self.tell("Runtime.evaluate", expression=script, **how)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
@@ -106,7 +102,6 @@ class Browser:
         return value
 
     def picture(self) -> bytes:
-        """The whole page as PNG."""
         shot = self.tell("Page.captureScreenshot", captureBeyondViewport=True)
         return base64.b64decode(shot["data"])
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 
 class Outcome(NamedTuple):
@@ -41,7 +40,6 @@ def cli_of(main: Callable[[Sequence[str]], int], capture: pytest.CaptureFixture[
 def ran(
     *command: str | Path, timeout_s: float = 60, check: bool = False, **more: Any
 ) -> subprocess.CompletedProcess[str]:
-    """A program that ended, with all that it said."""
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout_s, check=check, **more
     )

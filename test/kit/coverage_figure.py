@@ -44,6 +44,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _measuring(config: pytest.Config) -> Any:
-    """pytest-cov's plugin, where it was asked for."""
     asked = getattr(config.option, "cov_source", None)
     return config.pluginmanager.getplugin("_cov") if asked else None

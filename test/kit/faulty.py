@@ -154,7 +154,6 @@ def _leading(segments: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def _flip(segments: Sequence[memoryview], bit: int) -> None:
-    """Flip one bit, counted over all segments and modulo their size."""
     position = bit // 8 % sum(segment.nbytes for segment in segments)
     for segment in segments:
         if position < segment.nbytes:

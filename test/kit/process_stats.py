@@ -30,7 +30,6 @@ from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
 
 def timed(*seconds: float) -> DurationCounts:
-    """What is known of things that took so long."""
     durations = Durations()
     for each in seconds:
         durations.record(each)
@@ -132,5 +131,4 @@ FULL = dataclasses.replace(STATS, object=BELOW, peer=BESIDE, codec=CODEC)
 
 
 def with_engine(**changed: object) -> ProcessStats:
-    """Without a bucket and other servers; NVMe's statistics are changed."""
     return dataclasses.replace(STATS, nvme=dataclasses.replace(ENGINE, **changed))  # type: ignore[arg-type]

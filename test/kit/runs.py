@@ -32,12 +32,10 @@ def make_run(seed: int, sizes: Sizes) -> Run:
 
 
 def of(tenant: bytes, run: Run) -> Run:
-    """The same pages as a tenant's."""
     return Run(run.keys, run.pages, tenant)
 
 
 def select(run: Run, positions: Sequence[int]) -> Run:
-    """Some pages of a run."""
     keys = tuple(run.keys[position] for position in positions)
     return Run(keys, tuple(run.pages[position] for position in positions), run.tenant)
 
@@ -69,5 +67,4 @@ def blank(run: Run) -> Run:
 
 
 def page_data(run: Run) -> list[bytes]:
-    """The bytes of every page of a run."""
     return [b"".join(page) for page in run.pages]

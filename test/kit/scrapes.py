@@ -18,7 +18,6 @@ def by_rank(text: str, name: str, *, by: str = "tp_rank", **labels: str) -> dict
 
 
 def ours_of(text: str) -> str:
-    """The part of a scrape that is this package's, with its comments."""
     return "".join(
         line
         for line in text.splitlines(keepends=True)
@@ -27,7 +26,6 @@ def ours_of(text: str) -> str:
 
 
 def labels_of(text: str, name: str) -> list[dict[str, str]]:
-    """The labels of each series of a name, whoever's."""
     return [
         sample.labels
         for family in text_string_to_metric_families(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared_tier import SharedTier
 
@@ -13,14 +13,11 @@ from kit.memory import MemoryEngine
 from kit.runs import NAMESPACE, blank, page_data, soft_encoding
 from kit.waiting import TIMEOUT_S, drained, finished
 from sglang_tiered.object_config import ObjectConfig
-from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.base import Reason, Run, TierEngine
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.stack import TierStack
-
-if TYPE_CHECKING:
-    from sglang_tiered.storage.base import Run, TierEngine
 
 KEEPING = [
     *("memory", "region-direct", "region-buffered"),
@@ -51,13 +48,11 @@ def close_whole(engine: TierEngine) -> None:
 
 
 def store(engine: TierEngine, *runs: Run) -> None:
-    """Store pages that are not held yet."""
     for run in runs:
         assert set(finished(engine.submit_store(run))) == {Reason.OK}
 
 
 def load(engine: TierEngine, run: Run, **how: Any) -> list[Reason]:
-    """What becomes of the pages of a run, loaded somewhere."""
     return finished(engine.submit_load(blank(run), **how))
 
 

@@ -26,7 +26,7 @@ from deployed import (
     read_services,
     words_of,
 )
-from deployed_flags import LAUNCHER, ROUTER, ports_of, problem_of_command
+from deployed_flags import LAUNCHER, ROUTER, problem_of_command
 from jsonschema.validators import validator_for
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -96,35 +96,12 @@ def test_every_flag_exists_with_its_value() -> None:
 # ---- What refers to what ----
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode", "router"])
-def test_ports_of_commands_are_the_exposed_ones(name: str) -> None:
-    service = SERVICES[name]
-    assert ports_of(name, service.command) == sorted(service.ports)
-
-
 def test_published_ports_are_exposed_and_local() -> None:
     for name, service in SERVICES.items():
         for words in service.record.get("ports", []):
             host, outside, inside = words.split(":")
             assert host == "127.0.0.1" and outside == inside, f"{name}: {words}"
             assert int(inside) in service.ports, f"{name}: {words}"
-
-
-def test_every_mount_and_volume_exists() -> None:
-    volumes = set(load(COMPOSE)["volumes"])
-    used = set()
-    for name, service in SERVICES.items():
-        for mount in service.mounts:
-            if mount.path is None:
-                used.add(mount.source)
-            else:
-                assert mount.path.exists(), f"{name}: {mount.source}"
-                assert mount.path.is_relative_to(ROOT), f"{name}: {mount.source}"
-    assert used == volumes
-    for service in load(GPU)["services"].values():
-        for words in service.get("volumes", []):
-            source = words.split(":")[0]
-            assert source in volumes or (DEPLOY / source).is_file(), words
 
 
 def test_every_secret_is_asked_for_in_a_sentence() -> None:

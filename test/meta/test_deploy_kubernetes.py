@@ -15,11 +15,10 @@ import msgspec
 import pytest
 import yaml
 from deployed import DEPLOY, SECRETS, read_dockerfile, read_services
-from deployed_flags import LAUNCHER, ROUTER, launcher_flags, ports_of, problem_of_command
-from manifest_kinds import OWN, Kustomization
+from deployed_flags import LAUNCHER, ROUTER, launcher_flags, problem_of_command
+from manifest_kinds import OWN
 
 from sglang_tiered.flags import parse_bytes
-from sglang_tiered.route.source import Source
 from sglang_tiered.wire.keys import PEER, ROLES, load_keys, make_keys
 
 FOLDER = DEPLOY / "kubernetes"
@@ -74,32 +73,6 @@ def test_manifests_keep_to_their_schemas(version: str) -> None:
 # ---- Kustomize ----
 
 
-def kustomizations() -> dict[str, Kustomization]:
-    return {
-        str(path.parent.relative_to(FOLDER)): msgspec.yaml.decode(
-            path.read_bytes(), type=Kustomization
-        )
-        for path in FOLDER.glob("**/kustomization.yaml")
-    }
-
-
-def test_every_file_is_in_one_kustomization() -> None:
-    """One that is in none is never applied, and nobody is told. Nor may a folder lie in its own
-    resource: kustomize takes that for a cycle and refuses all of it."""
-    listed = []
-    for folder, one in kustomizations().items():
-        made = [file for generated in one.configMapGenerator for file in generated.files]
-        for name in (*one.resources, *made):
-            path = FOLDER / folder / name
-            assert path.exists(), f"{folder}: {name}"
-            if path.is_file():
-                listed.append(path.resolve())
-        for name in (*one.resources, *one.components):
-            assert (FOLDER / folder / name).resolve() not in (FOLDER / folder / "x").parents
-    there = {path for path in FOLDER.glob("**/*.yaml") if path.name != "kustomization.yaml"}
-    assert sorted(listed) == sorted(there)
-
-
 # ---- Commands ----
 
 
@@ -135,35 +108,6 @@ def test_flags_are_those_that_start_here(name: str) -> None:
     mine = flag_names(args_of(name)) | (set(config) if name in ROLES else set())
     sizes = {"tier-host-bytes", "tier-nvme-bytes", "tier-object-ttl", "tier-object-bytes"}
     assert mine - sizes == started
-
-
-@pytest.mark.parametrize("name", list(WORKLOADS))
-def test_ports_of_commands_probes_and_services_agree(name: str) -> None:
-    container = main_of(name)
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    given = ports_of(name, [str(word) for word in container["args"]])
-    assert given == sorted(ports.values()), name
-    probes = json.dumps([how for key, how in container.items() if key.endswith("Probe")])
-    assert set(re.findall(r'"port": "([\w-]+)"', probes)) <= ports.keys()
-    assert set(map(int, re.findall(r'(?<=[:"])\d{4,5}(?=[/"])', probes))) <= set(ports.values())
-    service = named("Service")[name]
-    assert service["spec"]["selector"].items() <= labels_of(name).items()
-    for port in service["spec"]["ports"]:
-        assert ports[port["targetPort"]] == port["port"], f"{name}: {port}"
-
-
-def test_the_router_finds_pods_of_headless_services() -> None:
-    urls = Source(str(FOLDER / "servers.yaml")).read() or []
-    found = [re.fullmatch(r"http://(([a-z]+)-(\d+))\.([a-z]+):(\d+)", url) for url in urls]
-    counts: dict[str, int] = {}
-    for url in found:
-        assert url
-        workload = WORKLOADS[url[2]]
-        assert workload["spec"]["serviceName"] == url[4]
-        assert named("Service")[url[4]]["spec"]["clusterIP"] == "None"
-        assert int(url[5]) in {port["containerPort"] for port in main_of(url[2])["ports"]}
-        counts[url[2]] = counts.get(url[2], 0) + 1
-    assert counts == {role: WORKLOADS[role]["spec"]["replicas"] for role in ROLES}
 
 
 # ---- What refers to what ----

@@ -1,13 +1,6 @@
 """Imports point one way. A walk over every import statement under python/ and kernels/, those for
 types alone too: a circle of types is a circle of ideas.
-
-launch_server -> integration -> {api, client, policy, sharing, tools, transfer, storage, codecs,
-wire, kernels}; client -> {api, policy}; api -> policy; route -> {policy, tools};
-sharing -> {storage, wire}; storage -> codecs;
-transfer -> {codecs, wire}; tools -> {storage, wire};
-demo -> {tools}. Within ``integration`` the rooms have floors of their own. The laboratory is a
-package beside: its trace -> {policy, storage, tools}, its cluster -> {its trace, policy, tools};
-nothing of the server imports it.
+Nothing of the server imports the laboratory, a package beside it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import gzip
 import itertools
 import json
 import tempfile
@@ -83,26 +82,6 @@ def test_the_curve_is_what_a_simulated_lru_hits(trace: list[TraceRequest], capac
 
 
 @settings(deadline=None)
-@given(traces, st.sampled_from([1, 2, 4, 16, 32, 64]))
-def test_other_block_sizes_share_what_was_shared(trace: list[TraceRequest], size: int) -> None:
-    """Exactly, in whole blocks of the larger size."""
-    for (one, new_one), (other, new_other) in itertools.combinations(
-        zip(trace, with_block_tokens(trace, size), strict=True), 2
-    ):
-        assert -(-one.input_length // size) == len(new_one.block_ids)
-        before = shared(one.block_ids, other.block_ids)
-        after = shared(new_one.block_ids, new_other.block_ids)
-        if size >= BLOCK_TOKENS:
-            joined = size // BLOCK_TOKENS
-            whole = before // joined
-            ends = before == len(one.block_ids) == len(other.block_ids)
-            assert after == (-(-before // joined) if ends else whole)
-        else:
-            fewest = min(len(new_one.block_ids), len(new_other.block_ids))
-            assert after == min(before * (BLOCK_TOKENS // size), fewest)
-
-
-@settings(deadline=None)
 @given(traces)
 def test_a_trace_reads_back_as_written(trace: list[TraceRequest]) -> None:
     assert [decoded(request) for request in trace] == trace
@@ -129,83 +108,6 @@ def test_prompts_share_exactly_the_blocks_that_ids_share(
 
 
 # ---- One conversation in any of the forms ----
-
-SPEAKERS = {
-    "user": ["human", "user", "Human", "USER "],
-    "assistant": ["gpt", "chatgpt", "assistant", "bing", "Assistant"],
-    "system": ["system", "developer"],
-    "tool": ["tool", "observation", "function"],
-}
-texts = st.text(max_size=30)
-turns = st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=4)
-names = st.text('abcXYZ-_ .é"\\[{', min_size=1, max_size=8)
-
-
-@st.composite
-def conversation(draw: st.DrawFn) -> list[tuple[str, str]]:
-    """Turns that are all used: a question, perhaps a tool's word, and an answer each."""
-    said = [("system", draw(texts))] if draw(st.booleans()) else []
-    for question, answer, has_tool in draw(turns):
-        said.append(("user", question))
-        said += [("assistant", "{}"), ("tool", question)] if has_tool else []
-        said.append(("assistant", answer))
-    return said
-
-
-@st.composite
-def written(draw: st.DrawFn, talks: dict[str, list[tuple[str, str]]]) -> bytes:
-    """A file of the conversations, in one of the forms people have."""
-    key = draw(st.sampled_from(["conversations", "conversation", "messages", "items"]))
-    speaker, text = draw(st.sampled_from([("from", "value"), ("role", "content")]))
-    in_parts = draw(st.booleans())
-
-    def message(role: str, said: str) -> dict[str, Any]:
-        cut = draw(st.integers(0, len(said))) if in_parts else 0
-        parts = [{"type": "text", "text": said[:cut]}, {"type": "text", "text": said[cut:]}]
-        return {speaker: draw(st.sampled_from(SPEAKERS[role])), text: parts if in_parts else said}
-
-    rows = {name: {key: [message(*turn) for turn in talk]} for name, talk in talks.items()}
-    named = [{"id": name, **row} for name, row in rows.items()]
-    indent = draw(st.sampled_from([None, 1]))
-    kind = draw(st.sampled_from(["array", "lines", "object", "wrapped", "bare"]))
-    if kind == "lines":
-        content = "\n".join(json.dumps(row, indent=indent) for row in named)
-    else:
-        whole: Any = {
-            "array": named,
-            "object": rows,
-            "wrapped": {"data": named},
-            "bare": {name: row[key] for name, row in rows.items()},
-        }[kind]
-        content = json.dumps(whole, indent=indent, ensure_ascii=draw(st.booleans()))
-    mark = draw(st.sampled_from([b"", b"\xef\xbb\xbf"]))
-    data = mark + content.encode("utf-8", "surrogatepass")
-    return gzip.compress(data) if draw(st.booleans()) else data
-
-
-def read_bytes(content: bytes) -> list[TraceRequest]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace"
-        path.write_bytes(content)
-        return list(read_trace(path))
-
-
-@settings(deadline=None)
-@given(st.data(), st.dictionaries(names, conversation(), min_size=1, max_size=4))
-def test_any_form_of_a_conversation_is_read_alike(
-    data: st.DataObject, talks: dict[str, list[tuple[str, str]]]
-) -> None:
-    plain = [
-        {
-            "id": name,
-            "conversations": [
-                {"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text}
-                for role, text in talk
-            ],
-        }
-        for name, talk in talks.items()
-    ]
-    assert read_bytes(data.draw(written(talks))) == read_bytes(json.dumps(plain).encode())
 
 
 json_values = st.recursive(

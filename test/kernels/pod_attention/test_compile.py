@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from compiler_requests import compiler_requests
 from pod_cases import make_case, shape_of, sinks_of
 
-from sglang_tiered_kernels.pod_attention import CONFIGS, PodShape, make_plan
+from sglang_tiered_kernels.pod_attention import CONFIGS, make_plan
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -19,32 +18,6 @@ pytestmark = [
         os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no compiler"
     ),
 ]
-
-LLAMA = PodShape(32, 8, 128, 1, torch.bfloat16, torch.bfloat16)
-# Keys and values in shared memory of a prefill and of a decode loop, and the registers and shared
-# memory at which two thread blocks still share an SM.
-PREFILL_BUFFERS, DECODE_BUFFERS = 3, 2
-REGISTERS, SHARED_BYTES = 255, 113 << 10
-
-
-def compiled(shape: PodShape, config: str, **options: Any) -> Any:
-    from sglang_tiered_kernels.pod_attention import tuning  # loads the compiler
-
-    return tuning.compile_pod(shape, CONFIGS[config], 3, **options)
-
-
-@pytest.mark.parametrize("page_size", [1, 64], ids=["tokens", "pages"])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_roles_share_an_sm_and_loads_overlap(config: str, page_size: int) -> None:
-    # An indirection in the loop takes the pipeline's stages, and then each load is waited for.
-    made = compiled(replace(LLAMA, page_size=page_size), config)
-    num_loops = 2 * 2  # whole steps and masked ones, each with keys and values
-    assert made.ctas_per_sm >= max(2, CONFIGS[config].ctas_per_sm)
-    assert made.tensor_ops > 0, "prefill does not run on the tensor cores' fast path"
-    assert made.buffers == (PREFILL_BUFFERS,) * num_loops + (DECODE_BUFFERS,) * num_loops
-    assert made.waits == (2,) * num_loops, "a step of keys and values stays under way at each wait"
-    assert made.async_copies > 0 and made.spill_bytes == 0
-    assert made.registers <= REGISTERS and made.shared_bytes <= SHARED_BYTES
 
 
 BATCHES = [

@@ -38,23 +38,6 @@ def test_the_runner_of_a_tile_changes_no_result(schedule: Schedule) -> None:
         assert torch.equal(case.run(plan, roles=Roles.FUSED, schedule=schedule), first)
 
 
-def test_both_roles_meet_on_every_sm() -> None:
-    case = large()
-    plan = plan_of(case)
-    tiles = plan.num_prefill_tiles + plan.num_decode_tiles
-    trace = torch.zeros(tiles, 4, dtype=torch.int64, device="cuda")
-    case.run(plan, roles=Roles.FUSED, trace=trace)
-    count, sm, begin, end = trace.cpu().unbind(1)
-    assert (count == 1).all()
-    assert (end >= begin).all()
-    prefill = torch.arange(tiles) < plan.num_prefill_tiles
-    assert sm.max() < 256, "tickets of two SMs share a counter; enlarge NUM_SM_SLOTS"
-    for number in sm.unique().tolist():
-        here = sm == number
-        assert (here & prefill).any()
-        assert (here & ~prefill).any()
-
-
 def test_a_captured_launch_replays_with_fresh_counters() -> None:
     case = large()
     plan = plan_of(case)
