@@ -43,16 +43,9 @@ def make_pool(num_pages: int, page_size: int, *, layers: int, heads: int, dim: i
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     size = num_pages * page_size
-    pool = MHATokenToKVPool(
-        size=size,
-        page_size=page_size,
-        dtype=torch.float32,
-        head_num=heads,
-        head_dim=dim,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+    shape = {"head_num": heads, "head_dim": dim, "layer_num": layers, "dtype": torch.float32}
+    where: Any = {"device": "cpu", "enable_memory_saver": False}
+    pool = MHATokenToKVPool(size=size, page_size=page_size, **shape, **where)
     return PagedTokenToKVPoolAllocator(size, page_size, torch.float32, "cpu", pool, False)
 
 
@@ -85,21 +78,11 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, **groups: Any) ->
         **storage_flags(),
     )
     set_global_server_args_for_scheduler(arguments)
-    held.enter_context(
-        get_parallel().override(
-            tp_rank=rank,
-            tp_size=num_ranks,
-            attn_tp_rank=rank,
-            attn_tp_size=num_ranks,
-            moe_tp_size=num_ranks,
-            pp_rank=0,
-            pp_size=1,
-        )
-    )
+    sizes = dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), num_ranks)
+    ranks = {"tp_rank": rank, "attn_tp_rank": rank, "pp_rank": 0, "pp_size": 1}
+    held.enter_context(get_parallel().override(**sizes, **ranks))
     params = CacheInitParams(
-        req_to_token_pool=ReqToTokenPool(
-            size=4, max_context_len=512, device="cpu", enable_memory_saver=False
-        ),
+        req_to_token_pool=ReqToTokenPool(4, 512, "cpu", False),
         token_to_kv_pool_allocator=make_pool(PAGES, PAGE, layers=LAYERS, heads=HEADS, dim=DIM),
         page_size=PAGE,
         disable=False,
@@ -112,12 +95,9 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, **groups: Any) ->
 
 
 def attach(cache: Any, **policies: str) -> tuple[bool, str]:
-    flags = storage_flags()
-    answer: tuple[bool, str] = cache.attach_storage_backend(
-        flags["hicache_storage_backend"],
-        flags["hicache_storage_backend_extra_config"],
-        **policies,
-    )
+    flags, name = storage_flags(), "hicache_storage_backend"
+    given = (flags[name], flags[f"{name}_extra_config"])
+    answer: tuple[bool, str] = cache.attach_storage_backend(*given, **policies)
     return answer
 
 

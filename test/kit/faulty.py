@@ -12,25 +12,13 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from sglang_tiered.storage.region.device import Device
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
-Operation = Literal[
-    "list_names",
-    "create",
-    "open",
-    "is_intact",
-    "readv",
-    "writev",
-    "sync",
-    "sync_directory",
-    "read_file",
-    "replace_file",
-    "unlink",
-    "free_bytes",
-]
+Operation = str
+"""The name of one of the methods of ``Device``."""
 
 
 def fail_once(patch: Any, place: Any, name: str, error: BaseException | None = None) -> list[Any]:

@@ -50,9 +50,7 @@ OTHERS = (
     ("text", "problem"),
     [
         ("```\nscripts/test\n```\n", "page:2: command lines belong in a fence of language sh"),
-        ("```text\n$ curl x\n```\n", "page:2: command lines belong in a fence of language sh"),
         ("```sh\n# nothing\n```\n", "page:2: there is no command line in it"),
-        ("<!-- not run -->\n```sh\nls\n```\n", "page:3: the mark gives no reason"),
         ("<!-- not run: x -->\n```\nls\n```\n", "page:3: a mark belongs before a fence of lang"),
     ],
 )
@@ -85,7 +83,6 @@ def test_every_documented_command_line_names_what_exists() -> None:
     ("text", "why"),
     [
         ("scripts/nothing", "no such script"),
-        ("python -m sglang_tiered.nothing", "no such module"),
         ("sglang-tiered nothing", "no such command"),
         ("sglang-tiered store nothing --json", "invalid choice"),
         ("sglang-tiered keygen --nothing x", "no flag --nothing"),

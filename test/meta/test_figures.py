@@ -106,7 +106,6 @@ SOURCE_OF_IT = "[returning_ttft_over_stock](benchmark/results/rounds_2core_epyc_
         ("{1} ({1} to {2})", SOURCE_OF_IT),
         ("{0} ({0} to {2})", SOURCE_OF_IT),
         ("about {0}", SOURCE_OF_IT),
-        ("{0}; {1}", SOURCE_OF_IT),
         ("{0}", ""),
         ("{0}", SOURCE_OF_IT.replace("stock]", "stuck]")),
     ],
