@@ -23,7 +23,7 @@ import hashlib
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -93,25 +93,18 @@ class Task:
 
 @dataclass(eq=False)
 class Device:
-    """All streams of a process.
-
-    ``report`` takes a violation: its name, and details as keywords. Its thread is the one that saw
-    it, and the lock may be held.
-    """
+    """All streams of a process. ``report`` takes a violation, perhaps under the lock."""
 
     delays: Delays = field(default_factory=Delays)
     report: Callable[..., None] = lambda what, **details: None
-    clock: Callable[[], float] = time.monotonic
     rank: int = 0
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self.counts: Counter[str] = Counter()
         self._changed = threading.Condition(self.lock)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._busy: set[Stream] = set()  # with tasks that are not visible; kept alive by it
         self._thread: threading.Thread | None = None
-        self._closed = False
         self.default = Stream(of=self, name="default")
 
     # ---- Tasks ----
@@ -142,7 +135,7 @@ class Device:
                 if after is not None and after.stream.effected < after.index:
                     pending.append((after.stream, after.index))
                 else:
-                    self._run_effect(stream, task, "demanded")
+                    self._run_effect(stream, task)
 
     def expedite(self, record: Record) -> None:
         """Let nothing that a record depends on wait for its time any longer."""
@@ -166,9 +159,9 @@ class Device:
         with self.lock:
             self.expedite(record)
             self._settle_all()
-            deadline = self.clock() + timeout_s
+            deadline = time.monotonic() + timeout_s
             while not record.visible:
-                left_s = deadline - self.clock()
+                left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     states = {s.name: (s.visible, s.effected, s.end) for s in self._streams}
                     raise RuntimeError(f"waited in vain for {record.stream.name}: {states}")
@@ -179,33 +172,26 @@ class Device:
         for stream in list(self._streams):
             stream.synchronize()
 
-    def close(self) -> None:
-        with self.lock:
-            self._closed = True
-            self._changed.notify_all()
-
     # ---- Progress (the lock is held) ----
 
-    def _run_effect(self, stream: Stream, task: Task, how: str) -> None:
+    def _run_effect(self, stream: Stream, task: Task) -> None:
         stream.effected += 1
         effect, task.effect = task.effect, None
-        if effect is None:
-            return
-        self.counts[how] += 1
         try:
-            effect()
+            if effect is not None:
+                effect()
         except Exception as error:
             self.report("copy-failed", label=task.label, error=repr(error))
 
     def _settle(self, stream: Stream) -> bool:
         """Make visible what is due. True if there was anything."""
-        before, now = stream.visible, self.clock()
+        before, now = stream.visible, time.monotonic()
         while stream.visible < stream.end:
             task = stream.task(stream.visible)
             if task.due > now or (task.after is not None and not task.after.visible):
                 break
             if stream.effected <= stream.visible:
-                self._run_effect(stream, task, "due")
+                self._run_effect(stream, task)
             if task.mark is not None:
                 task.mark.time = now  # before a thread can see that it is visible
             stream.visible += 1
@@ -229,16 +215,16 @@ class Device:
         return min(dues, default=None)
 
     def _start_thread(self) -> None:
-        if self._thread is None and not self._closed:
+        if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="async-device", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
         with self.lock:
-            while not self._closed:
+            while True:
                 self._settle_all()
                 due = self._next_due()
-                self._changed.wait(None if due is None else max(0.0, due - self.clock()))
+                self._changed.wait(None if due is None else max(0.0, due - time.monotonic()))
 
 
 class Stream:
@@ -286,7 +272,7 @@ class Stream:
     def _delayed(self, label: str, effect: Callable[[], None] | None, **more: Any) -> int:
         self._num_delayed += 1
         delay = self.owner.delays.of(self.owner.rank, self.kind, self._num_delayed)
-        task = Task(label, effect, due=self.owner.clock() + delay, **more)
+        task = Task(label, effect, due=time.monotonic() + delay, **more)
         index = self.owner.put(self, task)
         self.clock[self] = index
         return index

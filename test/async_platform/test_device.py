@@ -20,7 +20,6 @@ def device() -> Iterator[Device]:
     streams.install(SimpleNamespace(), made)
     yield made
     made.synchronize()
-    made.close()
 
 
 def test_eager_stream_moves_only_the_awaited_bytes(device: Device) -> None:
