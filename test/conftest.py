@@ -49,9 +49,8 @@ def environment_of_nobody() -> Iterator[None]:
 
 
 def extensions_folder() -> Path:
-    """Where SGLang's C++ extension lies once it is built, for this environment alone. What builds
-    it names the environment's paths: two checkouts that share a folder, each with servers, build it
-    anew at start after start, for ten seconds each."""
+    """Where SGLang's C++ extension lies once it is built, for this environment alone: two checkouts
+    that share a folder build it anew at start after start, for ten seconds each."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = sys.prefix.strip(os.sep).replace(os.sep, "-")
     return cache / "sglang-tiered" / "torch_extensions" / name

@@ -75,8 +75,6 @@ class HostPages(Book):
     def pages(self, indices: torch.Tensor) -> Ids:
         return np.unique(ids(indices) // self.size)
 
-    # ---- Bytes ----
-
     def views(self, page: int) -> list[npt.NDArray[np.uint32]]:
         """The memory of a page; empty where the pool cannot say where it lies, or has none left."""
         import torch
@@ -109,8 +107,6 @@ class HostPages(Book):
     def checksums(self, pages: Ids) -> Ids:
         return np.array([sum(map(zlib.crc32, self.views(int(page)))) for page in pages], np.int64)
 
-    # ---- Ownership ----
-
     def allocated(self, indices: torch.Tensor) -> None:
         pages = self.pages(indices)
         if not self._has_owners:
@@ -136,8 +132,6 @@ class HostPages(Book):
         self.tell("host-clear-in-flight", pages, in_flight)
         self.owned[:] = self.valid[:] = False
         self.poison(pages)
-
-    # ---- Copies, stores and loads ----
 
     def begin_write(self, indices: torch.Tensor, who: str) -> None:
         pages = self.pages(indices)
@@ -218,8 +212,6 @@ class DeviceSlots(Book):
         self.copied = np.zeros(self.number, np.int32)
         self.written, self.read = _Last(self.number), _Last(self.number)
 
-    # ---- Copies ----
-
     def begin_copy_out(self, indices: torch.Tensor, stream: Stream) -> None:
         slots = ids(indices)
         self.tell("d2h-not-ordered-after-writer", slots, self.written.unordered(slots, stream))
@@ -236,8 +228,6 @@ class DeviceSlots(Book):
     def copied_in(self, indices: torch.Tensor, stream: Stream, index: int) -> None:
         self.written.note(ids(indices), stream, index)
 
-    # ---- Forwards ----
-
     def begin_forward(self, writes: Ids, stream: Stream) -> None:
         bad = self.written.unordered(writes, stream, _is_lazy) | (self.copied[writes] > 0)
         self.tell("forward-into-slots-in-use", writes, bad & (writes >= self.page_size))
@@ -247,8 +237,6 @@ class DeviceSlots(Book):
         self.tell("forward-read-before-load", reads, bad)
         self.read.note(reads, stream, index)
         self.written.note(writes, stream, index)
-
-    # ---- Ownership ----
 
     def freed(self, slots: Ids) -> None:
         slots = slots[slots < self.number]

@@ -107,8 +107,6 @@ class Device:
         self._thread: threading.Thread | None = None
         self.default = Stream(of=self, name="default")
 
-    # ---- Tasks ----
-
     def put(self, stream: Stream, task: Task) -> int:
         """Queue a task; its index in the stream, from 1 on. It may be visible on return."""
         with self.lock:
@@ -171,8 +169,6 @@ class Device:
         """Wait until everything queued so far is visible."""
         for stream in list(self._streams):
             stream.synchronize()
-
-    # ---- Progress (the lock is held) ----
 
     def _run_effect(self, stream: Stream, task: Task) -> None:
         stream.effected += 1

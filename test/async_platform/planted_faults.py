@@ -64,8 +64,6 @@ class World:
         self.seen: list[torch.Tensor] = []
         self.keys = keys_of(list(range(2 * PAGE)))
 
-    # ---- What a scheduler does ----
-
     def forward(self, writes: torch.Tensor, reads: Any = None, consumer: int = -1) -> None:
         """Compute tokens whose prefix is in ``reads``, which it reads layer by layer."""
         import torch
@@ -125,9 +123,6 @@ class World:
         self.pages.views(int(host[0]) // PAGE)[0][77] += 1
 
 
-# ---- Stores and loads ----
-
-
 @noticed_as()
 def everything_in_order(world: World) -> None:
     import torch
@@ -178,9 +173,6 @@ def load_from_disk_into_a_page_that_was_freed(world: World) -> None:
     world.store(host)
     world.host.free(host)
     assert load_pages(world.storage, world.keys, host) == [True, True]
-
-
-# ---- Host pages ----
 
 
 @noticed_as("h2d-before-copy-is-done")
@@ -234,9 +226,6 @@ def two_copies_into_one_host_page(world: World) -> None:
 @noticed_as("unaligned-page", "copy-failed")
 def slots_that_are_no_page(world: World) -> None:
     world.controller.write(world.computed()[PAGE // 2 : -PAGE // 2])
-
-
-# ---- Device slots ----
 
 
 @noticed_as("d2h-not-ordered-after-writer")

@@ -67,8 +67,6 @@ def wrapping(owner: Any) -> Callable[[Callable[..., Any]], None]:
     return lambda around: wrap(owner, around.__name__, around)
 
 
-# ---- Books of pools, kept with the pools ----
-
 _HOST, _DEVICE = "_async_platform_pages", "_async_platform_slots"
 
 
@@ -105,9 +103,6 @@ def slots_of(pool: Any, *, page_size: int | None = None) -> DeviceSlots | None:
         if made.number:
             book = vars(pool)[_DEVICE] = made
     return book
-
-
-# ---- Copies ----
 
 
 class Deferred:
@@ -189,9 +184,6 @@ def _transfers(module: ModuleType) -> None:
         return [one._replace(host_pool=Deferred(one.host_pool)) for one in prepared]
 
 
-# ---- Host pages ----
-
-
 def _host_pools(module: ModuleType) -> None:
     _watch_pages(module.HostKVCache)
 
@@ -228,9 +220,6 @@ def _watch_pages(pool_class: Any) -> None:
             vars(self)[_HOST] = HostPages(self, BED.report)
 
 
-# ---- Device slots ----
-
-
 def _paged_allocator(module: ModuleType) -> None:
     @wrapping(module.PagedTokenToKVPoolAllocator)
     def _release_page_ids(original: Any, self: Any, *page_ids: torch.Tensor) -> None:
@@ -261,9 +250,6 @@ def _watch_clear(allocator_class: Any) -> None:
     def clear(original: Any, self: Any) -> None:
         Kept(slots_of(self.get_kvcache(), page_size=self.page_size)).cleared()
         original(self)
-
-
-# ---- Storage ----
 
 
 def _storage(module: ModuleType) -> None:
@@ -314,9 +300,6 @@ def _storage(module: ModuleType) -> None:
         return job
 
 
-# ---- Streams ----
-
-
 def _torch_cpu(module: ModuleType) -> None:
     for name in ("Stream", "Event", "StreamContext", "stream", "current_stream", "synchronize"):
         assert hasattr(module, name), f"torch.cpu has no {name}"
@@ -355,8 +338,6 @@ def _disaggregation_prefill(module: ModuleType) -> None:
     cuda = _Over(module.torch.cuda, Event=streams.Event, current_stream=streams.current_stream)
     module.torch = _Over(module.torch, cuda=cuda)
 
-
-# ---- Handoffs into host memory ----
 
 _RECEIVED_INTO, _RECEIVING = "_async_platform_pools", "_async_platform_rooms"
 

@@ -21,15 +21,12 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 SUFFIXES = {
     MetricKind.COUNTER: ("_total",),
     MetricKind.GAUGE: ("",),
-    MetricKind.HISTOGRAM: ("_bucket", "_count"),
+    MetricKind.HISTOGRAM: ("_bucket", "_count", "_sum"),
 }
 EXPORTED = {
     metric.full_name + suffix: metric
     for metric in (*METRICS, *TRANSFER_METRICS)
-    for suffix in (
-        *SUFFIXES[metric.kind],
-        *(["_sum"] if metric.kind is MetricKind.HISTOGRAM else []),
-    )
+    for suffix in SUFFIXES[metric.kind]
 }
 
 

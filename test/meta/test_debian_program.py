@@ -26,15 +26,6 @@ def executable(path: Path, text: str = 'echo "$0 was told $*"; exit 3') -> Path:
     return path
 
 
-def test_program_of_the_path_is_used(tmp_path: Path) -> None:
-    ended = run(path=tmp_path)
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert "no promtool on PATH, and no apt-get to fetch one" in ended.stderr
-    program = executable(tmp_path / "promtool")
-    ended = run("check", "a b", path=tmp_path)
-    assert (ended.stdout, ended.returncode) == (f"{program} was told check a b\n", 3)
-
-
 def test_a_cache_that_others_prepared_is_not_run(tmp_path: Path) -> None:
     """Everybody can make a folder or a link of that name in /tmp."""
     for tool in ("id", "mkdir"):

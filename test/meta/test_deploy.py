@@ -17,7 +17,6 @@ from deployed import (
     ROOT,
     SECRETS,
     MissingVariable,
-    Stage,
     names_of_variables,
     read_dockerfile,
     read_services,
@@ -72,9 +71,6 @@ def test_every_flag_exists_with_its_value() -> None:
     assert judged == 6
 
 
-# ---- What refers to what ----
-
-
 def test_published_ports_are_exposed_and_local() -> None:
     for name, service in SERVICES.items():
         for words in service.record.get("ports", []):
@@ -95,9 +91,6 @@ def test_every_secret_is_asked_for_in_a_sentence() -> None:
             assert f"`{name}`" in page, f"{path.name}: README.md does not explain {name}"
 
 
-# ---- Images ----
-
-
 def ignored(path: str) -> bool:
     """Whether the context leaves a path out, as BuildKit reads the file: the last match counts, and
     what is in a folder that matches does too."""
@@ -114,34 +107,24 @@ def ignored(path: str) -> bool:
     return found
 
 
-def test_everything_copied_exists_and_is_sent() -> None:
+def test_images_get_what_they_copy_and_no_secrets() -> None:
     for stage in STAGES.values():
         for source in stage.copied:
             assert (ROOT / source).exists(), f"{stage.name}: COPY {source}"
             assert not ignored(source), f"{stage.name}: COPY {source} is in Dockerfile.dockerignore"
-
-
-@pytest.mark.parametrize(
-    "path", [".git/config", ".venv/bin/python", "keys/peer.key_secret", "python/x/__pycache__/y"]
-)
-def test_what_no_image_may_hold_is_ignored(path: str) -> None:
-    assert ignored(path)
+    for path in (".git/config", ".venv/bin/python", "keys/peer.key_secret", "python/__pycache__/y"):
+        assert ignored(path)
 
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_an_image_runs_as_nobody_and_is_watched(name: str) -> None:
-    stage: Stage = STAGES[name]
+    stage, service = STAGES[name], SERVICES["router" if name == "router" else "prefill"]
     assert stage.values("USER")[-1] == "10001:10001"
-    (entry,) = stage.values("ENTRYPOINT")
-    assert words_of(entry) == ["/usr/bin/tini", "--"]
+    assert [words_of(each) for each in stage.values("ENTRYPOINT")] == [["/usr/bin/tini", "--"]]
     (health,) = stage.values("HEALTHCHECK")
     words = words_of(health.partition("CMD ")[2])
-    assert words[0] == "python3"
+    assert words == service.health and words[0] == "python3"
+    assert {int(port) for port in stage.values("EXPOSE")[0].split()} == set(service.ports)
     if name != "router":
         assert words[1] in stage.copied.values()
         assert stage.values("VOLUME") == ["/kv"]
-        assert words == SERVICES["prefill"].health
-    else:
-        assert words == SERVICES["router"].health
-    exposed = {int(port) for port in stage.values("EXPOSE")[0].split()}
-    assert exposed == set(SERVICES["router" if name == "router" else "prefill"].ports)

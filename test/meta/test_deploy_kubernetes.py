@@ -1,5 +1,4 @@
-"""The manifests keep to their schemas, and what one of them names another one has: ports, probes,
-selectors, secrets, volumes, sizes."""
+"""The manifests keep to their schemas, and what one of them names another one has."""
 
 from __future__ import annotations
 
@@ -57,9 +56,6 @@ def labels_of(name: str) -> dict[str, str]:
     return dict(WORKLOADS[name]["spec"]["template"]["metadata"]["labels"])
 
 
-# ---- Schemas ----
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_manifests_keep_to_their_schemas(version: str) -> None:
     assert len(DOCUMENTS) > 15
@@ -68,12 +64,6 @@ def test_manifests_keep_to_their_schemas(version: str) -> None:
             msgspec.convert(document, OWN[document["kind"]])
         else:
             kubernetes_validate.validate(document, version, strict=True)
-
-
-# ---- Kustomize ----
-
-
-# ---- Commands ----
 
 
 def args_of(name: str) -> list[str]:
@@ -108,9 +98,6 @@ def test_flags_are_those_that_start_here(name: str) -> None:
     mine = flag_names(args_of(name)) | (set(config) if name in ROLES else set())
     sizes = {"tier-host-bytes", "tier-nvme-bytes", "tier-object-ttl", "tier-object-bytes"}
     assert mine - sizes == started
-
-
-# ---- What refers to what ----
 
 
 def test_every_secret_is_one_that_the_page_makes() -> None:
@@ -158,9 +145,6 @@ def test_pods_keep_to_the_restricted_standard(name: str) -> None:
     if name != "redis":
         user = f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"
         assert stages["cuda"].values("USER")[-1] == stages["router"].values("USER")[-1] == user
-
-
-# ---- Sizes and keys ----
 
 
 def quantity(text: str) -> int:

@@ -107,10 +107,3 @@ def test_no_package_is_pinned_twice_with_different_versions() -> None:
     for path in sorted(REQUIREMENTS.glob("*.txt")):
         for name, pin in pins(path.name).items():
             assert seen.setdefault(name, pin) == pin, f"{path.name}: {name}"
-
-
-def test_no_requirement_replaces_the_cpu_torch() -> None:
-    """Resolved with their dependencies, these bring a CUDA build of torch of several GB."""
-    resolved = pins("cpu.txt").keys() | pins("dev.txt").keys()
-    assert not {"sglang", "torchvision", "torchaudio"} & resolved
-    assert "torchaudio" not in pins("cpu-nodeps.txt")

@@ -107,9 +107,6 @@ def test_prompts_share_exactly_the_blocks_that_ids_share(
             assert common < blocks * BLOCK_TOKENS + 10
 
 
-# ---- One conversation in any of the forms ----
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: (
