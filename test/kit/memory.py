@@ -60,18 +60,21 @@ class MemoryEngine(TierEngine):
             return [not self._closed and key in self._pages for key in keys]
 
     def submit_store(self, run: Run) -> Job:
-        return self._serve(JobKind.STORE, run)
+        return self._serve(self._open(JobKind.STORE, run))
 
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
-        return self._serve(JobKind.LOAD, run)
+        return self._serve(self._open(JobKind.LOAD, run))
 
-    def _serve(self, kind: JobKind, run: Run) -> Job:
+    def _open(self, kind: JobKind, run: Run) -> Job:
         with self._lock:
-            job = self._jobs.open(kind, run)
+            return self._jobs.open(kind, run)
+
+    def _serve(self, job: Job) -> Job:
+        with self._lock:
             if not self._closed:
-                pages = zip(run.keys, run.pages, strict=True)
-                if kind is JobKind.STORE:
-                    job.reasons = [self._store(key, page, run.tenant) for key, page in pages]
+                pages = zip(job.run.keys, job.run.pages, strict=True)
+                if job.kind is JobKind.STORE:
+                    job.reasons = [self._store(key, page, job.run.tenant) for key, page in pages]
                 else:
                     job.reasons = [self._load(key, page) for key, page in pages]
             self._jobs.finish(job)

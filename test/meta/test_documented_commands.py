@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-import io
 import multiprocessing
-import os
 import re
-import runpy
-import sys
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 import pytest
 from documented_commands import (
@@ -27,7 +21,7 @@ from documented_commands import (
     page_inline_commands,
 )
 
-from kit.commands import ran
+from kit.commands import ran, run_here
 from sglang_tiered.__main__ import COMMANDS
 
 LAUNCHER = "python -m sglang_tiered serve"
@@ -132,7 +126,7 @@ def _help(command: str) -> str:
     """What the command answers to ``--help``. Its exit code must be 0."""
     words = [*command.split(), "--help"]
     if words[0] == "python":
-        code, text = _interpreter().submit(_run, words[1:]).result(120)
+        code, text = _interpreter().submit(run_here, words[1:], ROOT).result(120)
     else:
         done = ran(str(ROOT / words[0]), *words[1:], timeout_s=120)
         code, text = done.returncode, done.stdout + done.stderr
@@ -145,19 +139,3 @@ def _help(command: str) -> str:
 def _interpreter() -> ProcessPoolExecutor:
     """One process for all programs, as most of them load torch or SGLang first."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-
-
-def _run(words: list[str]) -> tuple[Any, str]:
-    """Run a program in this process; its exit code, and what it said."""
-    os.chdir(ROOT)
-    os.environ["COLUMNS"] = "200"
-    sys.path[:0] = [str(ROOT / "benchmark")]
-    is_module = words[0] == "-m"
-    sys.argv = words[is_module:]
-    run, text, code = runpy.run_module if is_module else runpy.run_path, io.StringIO(), None
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-        try:
-            run(sys.argv[0], run_name="__main__")
-        except SystemExit as end:
-            code = end.code
-    return code or 0, text.getvalue()

@@ -1,7 +1,5 @@
 """Imports point one way. A walk over every import statement under python/ and kernels/, those for
-types alone too: a circle of types is a circle of ideas.
-Nothing of the server imports the laboratory, a package beside it.
-"""
+types alone too. Nothing of the server imports the laboratory, a package beside it."""
 
 from __future__ import annotations
 
