@@ -6,20 +6,17 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kit import coverage_figure
-from kit.runs import blank, make_run, page_data
+from kit.runs import Blank, MakeRun, PageData, blank, make_run, page_data
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from zygote import Zygotes
-
-    from kit.runs import Blank, MakeRun, PageData
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,9 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(coverage_figure)
     gc.disable()  # what is collected stays, and looking for garbage in it is half of the time
-    config.add_cleanup(
-        gc.unfreeze
-    )  # or libraries take what is left at the end for leaks, and say so
+    config.add_cleanup(gc.unfreeze)  # or libraries take what is left at the end for leaks
 
 
 def pytest_collection_finish() -> None:
@@ -54,9 +49,8 @@ def environment_of_nobody() -> Iterator[None]:
 
 
 def extensions_folder() -> Path:
-    """Where SGLang's C++ extension lies once it is built, for this environment alone. What builds
-    it names the environment's paths: two checkouts that share a folder, each with servers, build it
-    anew at start after start, for ten seconds each."""
+    """Where SGLang's C++ extension lies once it is built, for this environment alone: two checkouts
+    that share a folder build it anew at start after start, for ten seconds each."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = sys.prefix.strip(os.sep).replace(os.sep, "-")
     return cache / "sglang-tiered" / "torch_extensions" / name

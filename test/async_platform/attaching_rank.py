@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import sys
-import traceback
 from array import array
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
@@ -21,16 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from small_cache import (
-    TOKENS,
-    attach,
-    broken_shard,
-    compute,
-    flush,
-    keys_of,
-    make_cache,
-    step,
-)
+from small_cache import TOKENS, attach, broken_shard, compute, flush, keys_of, make_cache, step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +30,6 @@ NUM_DECLINED_STEPS = 40
 
 
 def step_together(cache: Any, until: Callable[[], bool]) -> None:
-    """Steps of two ranks until something is so on both."""
     from sglang_tiered.integration.ranks import least_on_every_rank
 
     step(cache, lambda: least_on_every_rank(cache, [int(until())]) == [1])
@@ -100,22 +88,15 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
         compute(cache, TOKENS)
         step_together(cache, lambda: not cache.ongoing_write_through)
         flush(cache)
-    attached = attach(cache)
+    said: dict[str, Any] = {"refused": refused, "held while refused": holding}
+    said |= {"write policy": write_policies, "attached": attach(cache)}
     compute(cache, TOKENS)
     step_together(cache, lambda: cache.storage.num_kept(keys_of(TOKENS)) == 4)
     flush(cache)
-    num_steps = steps_until_load(cache, declines=rank % 2 == 1)
+    said["steps until its load"] = steps_until_load(cache, declines=rank % 2 == 1)
     if rank % 2:
         assert cache.detach_storage_backend()[0]
-    differing = attach(cache)
-    return {
-        "refused": refused,
-        "held while refused": holding,
-        "write policy": write_policies,
-        "attached": attached,
-        "steps until its load": num_steps,
-        "differing": differing,
-    }
+    return said | {"differing": attach(cache)}
 
 
 def main(folder: Path) -> None:
@@ -124,26 +105,10 @@ def main(folder: Path) -> None:
     load_plugins()
     import sglang_tiered.integration.cache.radix_cache  # noqa: F401 (once, for all ranks)
 
-    fork = multiprocessing.get_context("fork")
-    said = fork.SimpleQueue()
-
-    def be_rank(rank: int) -> None:
-        code = 1
-        try:
-            said.put((rank, run(rank, folder)))
-            code = 0
-        except Exception:
-            traceback.print_exc()
-        os._exit(code)  # threads of storage would wait for each other
-
-    ranks = [fork.Process(target=be_rank, args=(rank,)) for rank in range(NUM_RANKS)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0] * NUM_RANKS
-    answers = [answer for _, answer in sorted(said.get() for _ in ranks)]
-    print(json.dumps({"ranks": answers}), flush=True)
+    given = [(rank, folder) for rank in range(NUM_RANKS)]
+    with multiprocessing.get_context("fork").Pool(NUM_RANKS) as pool:
+        answers = pool.starmap(run, given, chunksize=1)
+        print(json.dumps({"ranks": answers}), flush=True)
 
 
 if __name__ == "__main__":

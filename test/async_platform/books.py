@@ -1,54 +1,33 @@
 """Books of host pages and device slots: who wrote them, who is reading them, and what may not be.
 
 A violation is told even where the bytes happen to be right. Whether a write is *ordered before* an
-operation is asked of the clocks of streams: it is if it is visible, or if the operation's stream has
-waited for something behind it. So a missing fence shows whatever the timing.
+operation is asked of the clocks of streams: it is visible, or the operation's stream has waited for
+something behind it. So a missing fence shows whatever the timing.
 
-What is free is poisoned with a pattern that no KV holds: large, finite numbers in every dtype, which
+What is free is poisoned with a pattern that no KV holds: large, finite numbers in every dtype that
 change the output of a model that reads one row of them. Callers hold the device's lock where they
-touch what copies touch.
-
-| violation | means |
-|---|---|
-| ``store-before-copy-is-done``, ``store-of-poison`` | a store of a page whose copy from the device is not visible, or that holds rows that were never written |
-| ``host-page-changed-during-store`` | its bytes are not those that the store began with |
-| ``h2d-before-copy-is-done``, ``h2d-of-free-host-page`` | load back of what is not there |
-| ``host-free-while-read``, ``host-free-while-written``, ``host-clear-in-flight`` | a page was freed under a copy, a store or a load; a flush under them |
-| ``host-page-written-after-free`` | its poison was broken |
-| ``d2h-into-free-host-page``, ``d2h-into-host-page-in-use`` | and so for ``load-`` and ``receive-``, a handoff into host memory |
-| ``d2h-not-ordered-after-writer`` | no fence behind the forward, or the load, that wrote the slots |
-| ``h2d-into-slots-in-use`` | no fence: the slots are still written, read by a forward, or copied |
-| ``forward-into-slots-in-use`` | a forward writes slots that a copy reads or a load fills |
-| ``forward-read-before-load`` | a forward read slots without having waited for their load |
-| ``device-free-while-copied``, ``device-free-while-loaded`` | the lock of a write-through or of a load back was lost |
-| ``unaligned-page`` | indices that are no whole aligned pages |
-| ``left-over-at-rest`` | an idle scheduler with locks on the device, or an unsound tree |
-| ``host-memory-lost``, ``device-memory-lost`` | an idle tree could not free all its pages: locks, or pages without a node |
-| ``copy-failed`` | a copy raised, such as after ``destroy`` |
-| ``too-many-lessons`` | the cost model learnt twice from one prefill |
-"""  # noqa: E501
+touch what copies touch. ``planted_faults.py`` has an example of each violation; those of an idle
+scheduler are in ``rest.py``.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import numpy.typing as npt
     import torch
     from device import Device, Stream
     from report import Report
 
-    Ids = npt.NDArray[np.int64]
-    Mask = npt.NDArray[np.bool_]
-
-__all__ = ["PATTERN", "DeviceSlots", "HostPages", "Lessons", "check_aligned"]
+Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 PATTERN = np.uint32(0x4240C240)
 """48.19 in float32, 48 and -48 in bfloat16, 3.1 in float16, 2 and -2.25 in float8_e4m3."""
@@ -65,7 +44,6 @@ def ids(indices: torch.Tensor) -> Ids:
 
 
 def check_aligned(report: Report, who: str, indices: torch.Tensor, page_size: int) -> None:
-    """Slots of whole pages, each from a multiple of the page size on."""
     slots = ids(indices)
     if page_size > 1 and slots.size:
         pages = slots[: slots.size // page_size * page_size].reshape(-1, page_size)
@@ -75,25 +53,27 @@ def check_aligned(report: Report, who: str, indices: torch.Tensor, page_size: in
 
 
 @dataclass(eq=False)
-class HostPages:
-    """The pages of one host pool, numbered by the pool."""
-
+class Book:
     pool: Any
     report: Report
 
+    def tell(self, what: str, places: Ids, bad: Mask) -> None:
+        if bad.any():
+            named, number = places[bad][:NUM_NAMED].tolist(), int(bad.sum())
+            self.report.violation(what, pool=type(self.pool).__name__, places=named, number=number)
+
+
+@dataclass(eq=False)
+class HostPages(Book):
     def __post_init__(self) -> None:
         self.size = int(self.pool.logical_page_size)
         number = int(self.pool.logical_size) // self.size
-        self.owned = np.zeros(number, bool)
-        self.valid = np.zeros(number, bool)
-        self.readers = np.zeros(number, np.int32)
-        self.writers = np.zeros(number, np.int32)
+        self.owned, self.valid = np.zeros(number, bool), np.zeros(number, bool)
+        self.readers, self.writers = np.zeros(number, np.int32), np.zeros(number, np.int32)
         self._has_owners = False  # pools beside another take its slots, and never allocate
 
     def pages(self, indices: torch.Tensor) -> Ids:
         return np.unique(ids(indices) // self.size)
-
-    # ---- Bytes ----
 
     def views(self, page: int) -> list[npt.NDArray[np.uint32]]:
         """The memory of a page; empty where the pool cannot say where it lies, or has none left."""
@@ -116,11 +96,7 @@ class HostPages:
             for view in self.views(int(page)):
                 view[:] = PATTERN
 
-    def is_intact(self, page: int) -> bool:
-        return all(bool((view == PATTERN).all()) for view in self.views(page))
-
     def holds_poison(self, page: int) -> bool:
-        """Whether any part of it was never written."""
         row, looked_at = ROW_BYTES // 4, LOOKED_AT_BYTES // 4
         for view in self.views(page):
             rows = view[: len(view) // row * row].reshape(-1, row)[:, :looked_at]
@@ -128,24 +104,18 @@ class HostPages:
                 return True
         return False
 
-    def checksum(self, page: int) -> int:
-        total = 0
-        for view in self.views(page):
-            total = zlib.crc32(view, total)
-        return total
-
-    # ---- Ownership ----
+    def checksums(self, pages: Ids) -> Ids:
+        return np.array([sum(map(zlib.crc32, self.views(int(page)))) for page in pages], np.int64)
 
     def allocated(self, indices: torch.Tensor) -> None:
         pages = self.pages(indices)
         if not self._has_owners:
             self._has_owners = True
-            if self.pool.size * self.pool.size_per_token <= MAX_POISONED_BYTES:
-                self.poison(np.arange(len(self.owned)))
-            else:
-                self.poison(pages)
+            is_small = self.pool.size * self.pool.size_per_token <= MAX_POISONED_BYTES
+            self.poison(np.arange(len(self.owned)) if is_small else pages)
         else:
-            written = np.array([not self.is_intact(int(page)) for page in pages], bool)
+            views = [self.views(int(page)) for page in pages]
+            written = np.array([any((v != PATTERN).any() for v in of) for of in views], bool)
             self.tell("host-page-written-after-free", pages, written)
         self.owned[pages], self.valid[pages] = True, False
 
@@ -162,8 +132,6 @@ class HostPages:
         self.tell("host-clear-in-flight", pages, in_flight)
         self.owned[:] = self.valid[:] = False
         self.poison(pages)
-
-    # ---- Copies, stores and loads ----
 
     def begin_write(self, indices: torch.Tensor, who: str) -> None:
         pages = self.pages(indices)
@@ -192,28 +160,17 @@ class HostPages:
     def end_read(self, indices: torch.Tensor) -> None:
         self.readers[self.pages(indices)] -= 1
 
-    def begin_store(self, indices: torch.Tensor) -> list[int]:
+    def begin_store(self, indices: torch.Tensor) -> Ids:
         """Checksums of the pages, for ``end_store``."""
         pages = self.begin_read(indices, "store")
         poisoned = np.array([self.holds_poison(int(page)) for page in pages], bool)
         self.tell("store-of-poison", pages, poisoned)
-        return [self.checksum(int(page)) for page in pages]
+        return self.checksums(pages)
 
-    def end_store(self, indices: torch.Tensor, before: list[int]) -> None:
+    def end_store(self, indices: torch.Tensor, before: Ids) -> None:
         pages = self.pages(indices)
-        now = [self.checksum(int(page)) for page in pages]
-        changed = np.array([old != new for old, new in zip(before, now, strict=True)], bool)
-        self.tell("host-page-changed-during-store", pages, changed)
+        self.tell("host-page-changed-during-store", pages, self.checksums(pages) != before)
         self.readers[pages] -= 1
-
-    def tell(self, what: str, pages: Ids, bad: Mask) -> None:
-        if bad.any():
-            self.report.violation(
-                what,
-                pool=type(self.pool).__name__,
-                pages=pages[bad][:NUM_NAMED].tolist(),
-                number=int(bad.sum()),
-            )
 
 
 class _Last:
@@ -231,22 +188,14 @@ class _Last:
         self._index[slots] = index
 
     def unordered(
-        self, slots: Ids, stream: Stream, of: Callable[[Stream], bool] = lambda stream: True
+        self, slots: Ids, stream: Stream | None, of: Callable[[Stream], bool] = lambda stream: True
     ) -> Mask:
         """Which slots had one that is neither done nor before what comes on a stream next."""
         bad = np.zeros(len(slots), bool)
         for number, other in enumerate(self._streams):
             if other is not stream and of(other):
-                known = max(stream.clock.get(other, 0), other.visible)
+                known = max(0 if stream is None else stream.clock.get(other, 0), other.visible)
                 bad |= (self._stream[slots] == number) & (self._index[slots] > known)
-        return bad
-
-    def in_flight(self, slots: Ids, of: Callable[[Stream], bool]) -> Mask:
-        """Which slots had one that is not done."""
-        bad = np.zeros(len(slots), bool)
-        for number, other in enumerate(self._streams):
-            if of(other):
-                bad |= (self._stream[slots] == number) & (self._index[slots] > other.visible)
         return bad
 
 
@@ -254,23 +203,14 @@ def _is_lazy(stream: Stream) -> bool:
     return stream.lazy
 
 
-@dataclass(eq=False)
-class DeviceSlots:
-    """The slots of one device pool: a row in each of its buffers."""
-
-    pool: Any
-    device: Device
-    report: Report
-    page_size: int = 1
-    buffers: list[torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.buffers = list(_buffers(self.pool))
+class DeviceSlots(Book):
+    def __init__(self, pool: Any, device: Device, report: Report, page_size: int) -> None:
+        super().__init__(pool, report)
+        self.device, self.page_size = device, page_size
+        self.buffers = list(_buffers(pool))
         self.number = self.buffers[0].shape[0] if self.buffers else 0
         self.copied = np.zeros(self.number, np.int32)
         self.written, self.read = _Last(self.number), _Last(self.number)
-
-    # ---- Copies ----
 
     def begin_copy_out(self, indices: torch.Tensor, stream: Stream) -> None:
         slots = ids(indices)
@@ -288,8 +228,6 @@ class DeviceSlots:
     def copied_in(self, indices: torch.Tensor, stream: Stream, index: int) -> None:
         self.written.note(ids(indices), stream, index)
 
-    # ---- Forwards ----
-
     def begin_forward(self, writes: Ids, stream: Stream) -> None:
         bad = self.written.unordered(writes, stream, _is_lazy) | (self.copied[writes] > 0)
         self.tell("forward-into-slots-in-use", writes, bad & (writes >= self.page_size))
@@ -300,12 +238,11 @@ class DeviceSlots:
         self.read.note(reads, stream, index)
         self.written.note(writes, stream, index)
 
-    # ---- Ownership ----
-
     def freed(self, slots: Ids) -> None:
         slots = slots[slots < self.number]
         self.tell("device-free-while-copied", slots, self.copied[slots] > 0)
-        self.tell("device-free-while-loaded", slots, self.written.in_flight(slots, _is_lazy))
+        bad = self.written.unordered(slots, None, _is_lazy)
+        self.tell("device-free-while-loaded", slots, bad)
         self.poison(slots)
 
     def cleared(self) -> None:
@@ -318,41 +255,12 @@ class DeviceSlots:
     def poison(self, slots: Ids) -> None:
         import torch
 
-        if slots.size == 0:
-            return
-        for buffer in self.buffers:
+        for buffer in self.buffers if slots.size else ():
             rows = buffer.view(buffer.shape[0], -1).view(torch.uint8).numpy()
             if rows.shape[1] % 4 == 0:
                 rows.view(np.uint32)[slots] = PATTERN
-
-    def tell(self, what: str, slots: Ids, bad: Mask) -> None:
-        if bad.any():
-            self.report.violation(
-                what,
-                pool=type(self.pool).__name__,
-                slots=slots[bad][:NUM_NAMED].tolist(),
-                number=int(bad.sum()),
-                clock={stream.name: stream.visible for stream in self.written._streams},
-            )
 
 
 def _buffers(pool: Any) -> Iterator[torch.Tensor]:
     for name in ("k_buffer", "v_buffer", "kv_buffer"):
         yield from getattr(pool, name, None) or ()
-
-
-@dataclass
-class Lessons:
-    """Each prefill may teach the cost model once."""
-
-    report: Report
-    num_forwards: int = 0
-    num_lessons: int = 0
-
-    def note(self) -> None:
-        self.num_lessons += 1
-        if self.num_lessons > self.num_forwards:
-            self.report.violation(
-                "too-many-lessons", lessons=self.num_lessons, prefills=self.num_forwards
-            )
-            self.num_lessons = self.num_forwards

@@ -1,7 +1,7 @@
 """A checkpoint of a node whose copy to host memory is queued: what does NVMe hold then?
 
 The cache of ``small_cache``, in a process of its own; its last line is JSON. The argument says what
-happens to the node meanwhile.
+happens to the node meanwhile: ``nothing``, or ``split``.
 """
 
 from __future__ import annotations
@@ -14,74 +14,62 @@ from contextlib import ExitStack
 from typing import Any
 
 from page_calls import load_pages
-from small_cache import PAGE, compute, keys_of, make_cache, step
+from small_cache import PAGE, TOKENS, compute, keys_of, make_cache, step
 
 STEPS = 50
 """Far more than a node needs from its offer to its store."""
 
 
-class Race:
-    """One cache, and the conversation that is to be durable."""
+def stored(cache: Any, slots: Any) -> list[bool]:
+    """For each page of the prompt, whether NVMe serves the bytes that were computed."""
+    import torch
 
-    def __init__(self, folder: str) -> None:
-        from sglang_tiered.integration.admin.calls import Calls
-        from sglang_tiered.integration.admin.conversations import Checkpoints
+    host, pool = (
+        cache.cache_controller.mem_pool_host.anchor_entry.host_pool,
+        cache.token_to_kv_pool_allocator.get_kvcache(),
+    )
+    hashes = keys_of(TOKENS)
+    pages = host.alloc(len(hashes) * PAGE)
+    right = []
+    for number, is_there in enumerate(load_pages(cache.storage, hashes, pages)):
+        rows = slots[number * PAGE : (number + 1) * PAGE]
+        computed = [
+            [layer[rows].flatten() for layer in half] for half in (pool.k_buffer, pool.v_buffer)
+        ]
+        page = int(pages[number * PAGE]) // PAGE
+        held = [[layer.flatten() for layer in half[page]] for half in host.kv_buffer]
+        pairs = zip(sum(computed, []), sum(held, []), strict=True)
+        right.append(is_there and all(torch.equal(*pair) for pair in pairs))
+    return right
 
-        self._held = ExitStack()
-        self.cache = make_cache(folder, self._held)
-        self.tokens = list(range(100, 100 + 4 * PAGE))
-        self.pool = self.cache.token_to_kv_pool_allocator.get_kvcache()
-        self._calls = Calls({"checkpoint": Checkpoints().begin})
 
-    def ask(self) -> dict[str, Any]:
+def race(folder: str, meanwhile: str) -> dict[str, Any]:
+    from seams import BED
+
+    from sglang_tiered.integration.admin.calls import Calls
+    from sglang_tiered.integration.admin.conversations import Checkpoints
+
+    cache = make_cache(folder, ExitStack())
+    calls = Calls({"checkpoint": Checkpoints().begin})
+
+    def ask() -> dict[str, Any]:
         """``/tier/checkpoint``, as the scheduler hears it."""
-        body = {"input_ids": self.tokens, "tier": "nvme"}
-        answer: dict[str, Any] = self._calls.answer(self.cache, "checkpoint", "1", body)
+        body = {"input_ids": TOKENS, "tier": "nvme"}
+        answer: dict[str, Any] = calls.answer(cache, "checkpoint", "1", body)
         return answer
 
-    def stored(self) -> list[bool]:
-        """For each page of the conversation, whether NVMe serves the bytes that were computed."""
-        hashes = keys_of(self.tokens)
-        host = self.cache.cache_controller.mem_pool_host.anchor_entry.host_pool
-        pages = host.alloc(len(hashes) * PAGE)
-        loaded = load_pages(self.cache.storage, hashes, pages)
-        right = []
-        for number, is_there in enumerate(loaded):
-            page = int(pages[number * PAGE]) // PAGE
-            rows = self.slots[number * PAGE : (number + 1) * PAGE]
-            halves = zip((self.pool.k_buffer, self.pool.v_buffer), host.kv_buffer, strict=True)
-            right.append(
-                is_there
-                and all(
-                    bool((half[page, layer].view(PAGE, -1) == rows_of.view(PAGE, -1)).all())
-                    for layers, half in halves
-                    for layer, rows_of in enumerate(buffer[rows] for buffer in layers)
-                )
-            )
-        return right
-
-    def run(self, meanwhile: str) -> dict[str, Any]:
-        from seams import BED
-
-        self.slots = compute(self.cache, self.tokens)
-        if meanwhile == "it is split":
-            compute(self.cache, [*self.tokens[: 2 * PAGE], *range(9000, 9000 + PAGE)])
-        self.ask()
-        step(self.cache, lambda: bool(self.cache.ongoing_backup), STEPS)
-        step(self.cache, lambda: not self.cache.ongoing_backup)
-        before = BED.report.take()
-        if meanwhile == "it is asked for again":
-            self.ask()
-            step(self.cache, lambda: bool(self.cache.ongoing_backup), STEPS)
-        BED.device.synchronize()
-        step(self.cache, lambda: bool(self.ask()["done"]))
-        step(self.cache, lambda: not self.cache.ongoing_backup)
-        return {
-            "before": before,
-            "after": BED.report.take(),
-            "answer": self.ask(),
-            "stored": self.stored(),
-        }
+    slots = compute(cache, TOKENS)
+    if meanwhile == "split":
+        compute(cache, [*TOKENS[: 2 * PAGE], *range(9000, 9000 + PAGE)])
+    ask()
+    step(cache, lambda: bool(cache.ongoing_backup), STEPS)
+    step(cache, lambda: not cache.ongoing_backup)
+    before = BED.report.take()
+    BED.device.synchronize()
+    step(cache, lambda: bool(ask()["done"]))
+    step(cache, lambda: not cache.ongoing_backup)
+    after = BED.report.take()
+    return {"before": before, "after": after, "answer": ask(), "stored": stored(cache, slots)}
 
 
 def main(meanwhile: str) -> None:
@@ -89,7 +77,7 @@ def main(meanwhile: str) -> None:
 
     load_plugins()
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(Race(folder).run(meanwhile)), flush=True)
+        print(json.dumps(race(folder, meanwhile)), flush=True)
         os._exit(0)  # a checkpoint's threads may wait for what never comes
 
 

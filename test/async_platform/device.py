@@ -23,7 +23,7 @@ import hashlib
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,9 +31,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MODES", "Delays", "Device", "Event", "Record", "Stream", "current_stream", "install"]
-
-MODES = ("random", "late", "late-forward", "all-late")
 STUCK_S = 60.0
 """A host thread that waited so long for an event never would see it."""
 KEPT_TASKS = 512
@@ -49,10 +46,6 @@ class Delays:
     mode: str = "random"
     horizon_s: float = 0.15
     typical_s: float = 0.02
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"no mode {self.mode!r}; there are {', '.join(MODES)}")
 
     def number(self, *names: object) -> int:
         """32 bits that depend on the seed and the names only."""
@@ -79,11 +72,7 @@ class Record:
     stream: Stream
     index: int
     clock: dict[Stream, int]
-    time: float | None = None
-
-    @property
-    def has_effect(self) -> bool:
-        return self.stream.effected >= self.index
+    time: float = 0.0
 
     @property
     def visible(self) -> bool:
@@ -104,32 +93,19 @@ class Task:
 
 @dataclass(eq=False)
 class Device:
-    """All streams of a process.
-
-    ``report`` takes a violation: its name, and details as keywords. Its thread is the one that saw
-    it, and the lock may be held.
-    """
+    """All streams of a process. ``report`` takes a violation, perhaps under the lock."""
 
     delays: Delays = field(default_factory=Delays)
     report: Callable[..., None] = lambda what, **details: None
-    clock: Callable[[], float] = time.monotonic
     rank: int = 0
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self.counts: Counter[str] = Counter()
         self._changed = threading.Condition(self.lock)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._busy: set[Stream] = set()  # with tasks that are not visible; kept alive by it
         self._thread: threading.Thread | None = None
-        self._closed = False
         self.default = Stream(of=self, name="default")
-
-    def add(self, stream: Stream) -> None:
-        with self.lock:
-            self._streams.add(stream)
-
-    # ---- Tasks ----
 
     def put(self, stream: Stream, task: Task) -> int:
         """Queue a task; its index in the stream, from 1 on. It may be visible on return."""
@@ -153,10 +129,11 @@ class Device:
                     pending.pop()
                     continue
                 task = stream.task(stream.effected)
-                if task.after is not None and not task.after.has_effect:
-                    pending.append((task.after.stream, task.after.index))
-                    continue
-                self._run_effect(stream, task, "demanded")
+                after = task.after
+                if after is not None and after.stream.effected < after.index:
+                    pending.append((after.stream, after.index))
+                else:
+                    self._run_effect(stream, task)
 
     def expedite(self, record: Record) -> None:
         """Let nothing that a record depends on wait for its time any longer."""
@@ -174,20 +151,18 @@ class Device:
                         pending.append(task.after)
 
     def wait_until_visible(self, record: Record, timeout_s: float = STUCK_S) -> None:
-        """Block the calling thread. Raises ``RuntimeError`` with the state of all streams."""
+        """Block the calling thread. Raises ``RuntimeError``."""
         if record.visible:
             return
         with self.lock:
             self.expedite(record)
             self._settle_all()
-            deadline = self.clock() + timeout_s
+            deadline = time.monotonic() + timeout_s
             while not record.visible:
-                left_s = deadline - self.clock()
+                left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    raise RuntimeError(
-                        f"waited {timeout_s:.0f} s for {record.stream.name}:{record.index} of the "
-                        f"asynchronous CPU platform\n{self.dump()}"
-                    )
+                    states = {s.name: (s.visible, s.effected, s.end) for s in self._streams}
+                    raise RuntimeError(f"waited in vain for {record.stream.name}: {states}")
                 self._changed.wait(left_s)
 
     def synchronize(self) -> None:
@@ -195,49 +170,24 @@ class Device:
         for stream in list(self._streams):
             stream.synchronize()
 
-    def dump(self) -> str:
-        """One line for each stream: where it is, and what it does next."""
-        with self.lock:
-            lines = []
-            for stream in sorted(self._streams, key=lambda stream: stream.name):
-                line = f"{stream.name}: {stream.visible} visible, {stream.effected} done"
-                line += f" of {stream.end}"
-                if stream.visible < stream.end:
-                    task = stream.task(stream.visible)
-                    line += f"; next {task.label}"
-                    if task.after is not None:
-                        line += f" for {task.after.stream.name}:{task.after.index}"
-                lines.append(line)
-            return "\n".join(lines)
-
-    def close(self) -> None:
-        """End the thread. What is not visible never will be, but by a wait."""
-        with self.lock:
-            self._closed = True
-            self._changed.notify_all()
-
-    # ---- Progress (the lock is held) ----
-
-    def _run_effect(self, stream: Stream, task: Task, how: str) -> None:
+    def _run_effect(self, stream: Stream, task: Task) -> None:
         stream.effected += 1
         effect, task.effect = task.effect, None
-        if effect is None:
-            return
-        self.counts[how] += 1
         try:
-            effect()
+            if effect is not None:
+                effect()
         except Exception as error:
             self.report("copy-failed", label=task.label, error=repr(error))
 
     def _settle(self, stream: Stream) -> bool:
         """Make visible what is due. True if there was anything."""
-        before, now = stream.visible, self.clock()
+        before, now = stream.visible, time.monotonic()
         while stream.visible < stream.end:
             task = stream.task(stream.visible)
             if task.due > now or (task.after is not None and not task.after.visible):
                 break
             if stream.effected <= stream.visible:
-                self._run_effect(stream, task, "due")
+                self._run_effect(stream, task)
             if task.mark is not None:
                 task.mark.time = now  # before a thread can see that it is visible
             stream.visible += 1
@@ -261,16 +211,16 @@ class Device:
         return min(dues, default=None)
 
     def _start_thread(self) -> None:
-        if self._thread is None and not self._closed:
+        if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="async-device", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
         with self.lock:
-            while not self._closed:
+            while True:
                 self._settle_all()
                 due = self._next_due()
-                self._changed.wait(None if due is None else max(0.0, due - self.clock()))
+                self._changed.wait(None if due is None else max(0.0, due - time.monotonic()))
 
 
 class Stream:
@@ -278,13 +228,11 @@ class Stream:
 
     def __init__(
         self,
-        device: object = None,
-        priority: int = 0,
-        *,
+        *_: object,
         of: Device | None = None,
         name: str | None = None,
         lazy: bool = False,
-        **_: object,
+        **more: object,
     ) -> None:
         self.owner = installed() if of is None else of
         self.lazy = lazy
@@ -296,7 +244,8 @@ class Stream:
         self._num_delayed = 0
         self.cuda_stream = id(self)
         self.name = name or f"stream-{id(self):x}"
-        self.owner.add(self)
+        with self.owner.lock:
+            self.owner._streams.add(self)
 
     def called(self, kind: str, *, lazy: bool) -> None:
         """Say what the stream is for: its delays go by that."""
@@ -319,17 +268,12 @@ class Stream:
     def _delayed(self, label: str, effect: Callable[[], None] | None, **more: Any) -> int:
         self._num_delayed += 1
         delay = self.owner.delays.of(self.owner.rank, self.kind, self._num_delayed)
-        task = Task(label, effect, due=self.owner.clock() + delay, **more)
+        task = Task(label, effect, due=time.monotonic() + delay, **more)
         index = self.owner.put(self, task)
         self.clock[self] = index
         return index
 
-    def copy(
-        self,
-        effect: Callable[[], None],
-        label: str = "copy",
-        on_visible: Callable[[], None] | None = None,
-    ) -> int:
+    def copy(self, effect: Callable[[], None], label: str = "copy", on_visible: Any = None) -> int:
         """Queue a copy, or make it now where the stream is eager. Its index."""
         with self.owner.lock:
             index = self._delayed(label, effect, on_visible=on_visible)
@@ -375,8 +319,6 @@ class Stream:
 
 
 class Event:
-    """As ``torch.cuda.Event``."""
-
     def __init__(self, enable_timing: bool = False, **_: object) -> None:
         self.record_of_last: Record | None = None
         self._has_timing = enable_timing
@@ -391,13 +333,10 @@ class Event:
             stream.owner.put(stream, Task("mark", mark=record))
 
     def query(self) -> bool:
-        """Whether it is done; True where it was never recorded."""
-        record = self.record_of_last
-        return record is None or record.visible
+        return self.record_of_last is None or self.record_of_last.visible
 
     def synchronize(self) -> None:
-        record = self.record_of_last
-        if record is not None:
+        if (record := self.record_of_last) is not None:
             record.stream.owner.wait_until_visible(record)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -406,10 +345,8 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds between two events that are done and keep time."""
         first, last = self.record_of_last, end.record_of_last
-        if not (self._has_timing and end._has_timing):
-            raise RuntimeError("both events must be made with enable_timing=True")
-        if first is None or last is None or first.time is None or last.time is None:
-            raise RuntimeError("both events must be recorded and done")
+        if not (self._has_timing and end._has_timing and first and last):
+            raise RuntimeError("both events must be recorded, with enable_timing=True")
         return (last.time - first.time) * 1000.0
 
 
@@ -418,40 +355,29 @@ _installed: Device | None = None
 
 
 def installed() -> Device:
-    """The device that streams belong to where none is named."""
     assert _installed is not None, "no device is installed"
     return _installed
 
 
 def current_stream(device: object = None) -> Stream:
-    """The calling thread's stream."""
     stream: Stream | None = getattr(_current, "stream", None)
     return installed().default if stream is None else stream
 
 
 class StreamContext(AbstractContextManager[None]):
-    """Makes a stream the calling thread's; None changes nothing."""
-
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
         self._previous: list[Stream | None] = []
 
     def __enter__(self) -> None:
         self._previous.append(getattr(_current, "stream", None))
-        if self.stream is not None:
-            _current.stream = self.stream
+        _current.stream = self.stream or self._previous[-1]
 
     def __exit__(self, *_: object) -> None:
         _current.stream = self._previous.pop()
 
 
-def stream(stream: Stream | None) -> StreamContext:
-    """As ``torch.cuda.stream``."""
-    return StreamContext(stream)
-
-
 def synchronize(device: object = None) -> None:
-    """As ``torch.cuda.synchronize``."""
     installed().synchronize()
 
 
@@ -461,6 +387,7 @@ def install(module: Any, device: Device) -> None:
     global _installed  # noqa: PLW0603 - torch has one module of streams too
     _installed = device
     _current.stream = None
-    for function in (Stream, Event, StreamContext, current_stream, stream, synchronize):
-        setattr(module, function.__name__, function)
+    for each in (Stream, Event, StreamContext, current_stream, synchronize):
+        setattr(module, each.__name__, each)
+    module.stream = StreamContext
     atexit.register(device.synchronize)

@@ -10,14 +10,23 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+import device as streams
+import numpy as np
+from xxhash import xxh3_64_intdigest
 
-__all__ = ["FAULTS"]
+from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
+from sglang_tiered.transfer.layout import Pair, whole_pairs
+from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories, SlabPiece
+from sglang_tiered.transfer.messages import KV_COMPONENT, Open, Slab
+from sglang_tiered.transfer.prefill.send_queue import Chunk, SendQueue, SlabBuffers, cut_slabs
+from sglang_tiered.transfer.same_host import Fence
+from sglang_tiered.wire.keys import Tagger
 
 PAGES, PAGE_BYTES, BUFFERS = 8, 1 << 21, 4
 """So that five pages are more slabs than have memory on the device."""
@@ -29,14 +38,11 @@ class World:
     """A prefill rank's pool of random bytes on a lazy device, and the queue to one decode rank."""
 
     def __init__(self) -> None:
-        import device as streams
-        import numpy as np
         import torch
 
         from sglang_tiered.integration.disaggregation import device_memory
-        from sglang_tiered.transfer.memory import Buffer
 
-        self.np, self.torch, self.streams = np, torch, streams
+        self.torch = torch
         size = (BUFFERS, PAGES, PAGE_BYTES)
         self.pool = np.random.default_rng(1).integers(1, 256, size, dtype=np.uint8)
         buffers = [Buffer(part.ctypes.data, part.nbytes, PAGE_BYTES) for part in self.pool]
@@ -56,19 +62,7 @@ class World:
         """Send pages whose numbers are still being written; compare what would go out. ``done``
         stands for what asks the events."""
         from sglang_tiered.integration.disaggregation.device_memory import are_done
-        from sglang_tiered.transfer.layout import Pair
-        from sglang_tiered.transfer.memory import HostMemory, Memories
-        from sglang_tiered.transfer.messages import Open
-        from sglang_tiered.transfer.prefill.send_queue import (
-            Chunk,
-            SendQueue,
-            SlabBuffers,
-            cut_slabs,
-        )
-        from sglang_tiered.transfer.same_host import Fence
-        from sglang_tiered.wire.keys import Tagger
 
-        np = self.np
         numbers = self.torch.zeros(len(CHOSEN), dtype=self.torch.int64)
         chosen = self.torch.tensor(CHOSEN)
         scheduling = self.torch.cpu.Stream()
@@ -104,9 +98,6 @@ class World:
 
     def is_sent_to_many_right(self) -> bool:
         """Slabs for four decode ranks begun at once, the last awaited first."""
-        from sglang_tiered.transfer.memory import SlabPiece
-
-        np = self.np
         placed, begun = self.memory.place(np.array(CHOSEN, np.int32)), []
         for index in range(BUFFERS):
             out = np.zeros(PAGE_BYTES, np.uint8)
@@ -119,15 +110,9 @@ class World:
     def is_received_right(self, *, without: str = "") -> bool:
         """A slab lands in pages that the device still writes: a forward whose request has ended,
         and what the scheduler queued last. ``without``: the one of them that nobody knows of."""
-        from xxhash import xxh3_64_intdigest
-
         from sglang_tiered.integration.disaggregation.manager import DecodeKVManager, ZmqKVReceiver
-        from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
-        from sglang_tiered.transfer.layout import whole_pairs
-        from sglang_tiered.transfer.memory import HostMemory, Memories
-        from sglang_tiered.transfer.messages import KV_COMPONENT, Slab
 
-        np, torch = self.np, self.torch
+        torch = self.torch
         forward, scheduling = torch.cpu.Stream(), torch.cpu.Stream()
         for name, stream, buffer in (("forward", forward, 1), ("scheduling", scheduling, 3)):
             stream.called(name, lazy=True)
@@ -141,7 +126,7 @@ class World:
         receiver.bootstrap_room, receiver.bootstrap_infos = 1, []
         receiver.required_dst_info_num, manager.endpoint = 1, endpoint
         manager.forward_stream = torch.cpu.Stream() if without == "forward" else forward
-        with self.streams.stream(None if without == "scheduling" else scheduling):
+        with streams.StreamContext(None if without == "scheduling" else scheduling):
             receiver.send_metadata(CHOSEN)
 
         size = 2 * len(CHOSEN) * PAGE_BYTES
@@ -200,63 +185,45 @@ def as_it_is(world: World) -> bool:
     return handed_over and world.is_received_right() and world.is_loaded_right()
 
 
-def numbers_are_not_awaited(world: World) -> bool:
-    return world.is_sent_right(lambda wait_event, indices_event: lambda: True)
-
-
 def copy_is_not_awaited(world: World) -> bool:
     begin = world.memory.begin_gather
     world.memory.begin_gather = lambda *given: (begin(*given), nothing)[1]  # type: ignore[method-assign]
     return world.is_sent_right()
 
 
-def copy_goes_before_its_gather(world: World) -> bool:
-    world.memory._copying.wait_event = nothing
-    return world.is_sent_right()
+def lacking(place: str, name: str, what: str) -> Callable[[World], bool]:
+    """What is right where one wait does nothing."""
+
+    def check(world: World) -> bool:
+        setattr(attrgetter(place)(world), name, nothing)
+        right: bool = getattr(world, what)()
+        return right
+
+    return check
 
 
-def gather_goes_before_the_last_copy(world: World) -> bool:
-    world.memory._computing.wait_event = nothing
-    return world.is_sent_to_many_right()
-
-
-def scatter_is_not_awaited(world: World) -> bool:
-    world.memory.flush = nothing  # type: ignore[method-assign]
-    return world.is_received_right()
-
-
-def forward_is_not_awaited(world: World) -> bool:
-    return world.is_received_right(without="forward")
-
-
-def scheduler_is_not_awaited(world: World) -> bool:
-    return world.is_received_right(without="scheduling")
-
-
-def load_is_not_awaited(world: World) -> bool:
-    return world.is_loaded_right(awaited=False)
-
-
-FAULTS = [
-    numbers_are_not_awaited,
-    copy_is_not_awaited,
-    copy_goes_before_its_gather,
-    gather_goes_before_the_last_copy,
-    scatter_is_not_awaited,
-    forward_is_not_awaited,
-    scheduler_is_not_awaited,
-    load_is_not_awaited,
-]
+FAULTS: dict[str, Callable[[World], bool]] = {
+    "numbers are not awaited": lambda world: world.is_sent_right(lambda *_: lambda: True),
+    "a copy is not awaited": copy_is_not_awaited,
+    "a copy before its gather": lacking("memory._copying", "wait_event", "is_sent_right"),
+    "a gather before the last copy": lacking(
+        "memory._computing", "wait_event", "is_sent_to_many_right"
+    ),
+    "a scatter is not awaited": lacking("memory", "flush", "is_received_right"),
+    "a forward is not awaited": lambda world: world.is_received_right(without="forward"),
+    "the scheduler is not awaited": lambda world: world.is_received_right(without="scheduling"),
+    "a load is not awaited": lambda world: world.is_loaded_right(awaited=False),
+}
 
 
 def main() -> None:
     from sglang_tiered.integration.disaggregation import device_memory
 
     said = {}
-    for case in (as_it_is, *FAULTS):
+    for name, case in {"as it is": as_it_is, **FAULTS}.items():
         gather, scatter = device_memory.gather, device_memory.scatter
         world = World()
-        said[case.__name__] = case(world)
+        said[name] = case(world)
         world.torch.cpu.synchronize()  # what it did not await reads memory of this world
         device_memory.gather, device_memory.scatter = gather, scatter
     print(json.dumps(said))

@@ -9,27 +9,21 @@ without a fence, or another thread or process that sends, reads what it would re
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import device as streams
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from books import DeviceSlots
-    from device import Stream
     from seams import Bed
 
     Written = list[tuple[DeviceSlots, torch.Tensor]]
 
-__all__ = ["late"]
-
 
 def late(bed: Bed, slots_of: Callable[[Any], DeviceSlots | None]) -> Callable[[Any], Any]:
-    """What to put around ``ModelRunner.forward``."""
-
     def around(original: Any) -> Any:
         def forward(self: Any, forward_batch: Any, *arguments: Any, **named: Any) -> Any:
             bed.report.ran("forward")
@@ -38,19 +32,24 @@ def late(bed: Bed, slots_of: Callable[[Any], DeviceSlots | None]) -> Callable[[A
             overlaps = stream is self.forward_stream
             if overlaps:
                 stream.called("forward", lazy=False)
-            if forward_batch.forward_mode.is_extend():
-                bed.lessons.num_forwards += 1
             written = _written(self, forward_batch, slots_of)
             with bed.device.lock:
                 for book, rows in written:
                     book.begin_forward(rows.numpy(), stream)
             old = _rows(written) if overlaps else []
             result = original(self, forward_batch, *arguments, **named)
-            appear = None
-            if overlaps:
-                appear = functools.partial(_set_rows, written, _rows(written))
-                _set_rows(written, old)
-            _note(self, forward_batch, bed, stream, written, overlaps, appear)
+            reads = _read(self, forward_batch) if written else np.zeros(0, np.int64)
+            with bed.device.lock:
+                if overlaps:
+                    new = functools.partial(_set_rows, written, _rows(written))
+                    _set_rows(written, old)
+                    index = stream.busy(new, "forward")
+                else:  # the host takes its result at once
+                    stream.record_event()
+                    index = stream.end
+                for book, rows in written:
+                    book.end_forward(reads, rows.numpy(), stream, index)
+                    reads = reads[:0]  # of the first pool, which is that of all layers
             return result
 
         return forward
@@ -58,46 +57,20 @@ def late(bed: Bed, slots_of: Callable[[Any], DeviceSlots | None]) -> Callable[[A
     return around
 
 
-def _note(
-    runner: Any,
-    batch: Any,
-    bed: Bed,
-    stream: Stream,
-    written: Written,
-    overlaps: bool,
-    appear: Callable[[], None] | None,
-) -> None:
-    reads = _read(runner, batch) if written else np.zeros(0, np.int64)
-    with bed.device.lock:
-        if overlaps:
-            index = stream.busy(appear, "forward")
-        else:  # the host takes its result at once
-            stream.record_event()
-            index = stream.end
-        for number, (book, rows) in enumerate(written):
-            of_book = reads if number == 0 else reads[:0]
-            book.end_forward(of_book, rows.numpy(), stream, index)
-
-
 def _written(runner: Any, batch: Any, slots_of: Callable[[Any], DeviceSlots | None]) -> Written:
     """The books of the pools that a forward writes, with the slots; those of all layers first."""
     rows, pool = batch.out_cache_loc, runner.token_to_kv_pool
-    found: Written = []
     if rows is None:
-        return found
+        return []
     rows = rows.to(dtype=rows.dtype, copy=True)
-    book = slots_of(pool)
-    if book is not None:
-        found.append((book, rows))
-    windows = getattr(pool, "swa_kv_pool", None)
-    book = slots_of(windows)
-    if windows is not None and book is not None:
-        found.append((book, pool.translate_loc_from_full_to_swa(rows)))
+    book, of_windows = slots_of(pool), slots_of(getattr(pool, "swa_kv_pool", None))
+    found: Written = [] if book is None else [(book, rows)]
+    if of_windows is not None:
+        found.append((of_windows, pool.translate_loc_from_full_to_swa(rows)))
     return found
 
 
 def _read(runner: Any, batch: Any) -> Any:
-    """The slots that hold the tokens of its requests."""
     table = runner.req_to_token_pool.req_to_token
     requests = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=False)
     slots = [table[request, :length].numpy() for request, length in requests]

@@ -9,13 +9,10 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["load_pages", "queue_store", "store_pages"]
-
 DEADLINE_S = 60.0
 
 
 def queue_store(storage: Any, hashes: Sequence[str], **of_node: Any) -> Any:
-    """Queue the store of a node with these pages."""
     return storage.gate.queue_store(hashes, **{"num_tokens": 64 * len(hashes), **of_node})
 
 
@@ -28,7 +25,6 @@ def store_pages(
     store: Any = None,
     **of_node: Any,
 ) -> list[bool]:
-    """Store pages, of a node of their own without a ``store``; return which are held."""
     store = store or queue_store(storage, hashes, **of_node)
     stored: list[bool] = storage.end_store(storage.begin_store(pool, hashes, host_indices, store))
     return stored
@@ -37,7 +33,6 @@ def store_pages(
 def load_pages(
     storage: Any, hashes: Sequence[str], host_indices: torch.Tensor, pool: Any = "kv", **more: Any
 ) -> list[bool]:
-    """Load pages; return which have arrived."""
     job = storage.begin_load(pool, hashes, host_indices, **more)
     assert job.wait(DEADLINE_S)
     loaded: list[bool] = job.ok

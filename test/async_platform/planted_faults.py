@@ -1,31 +1,26 @@
 """Faults on SGLang's real pools and copies, one at a time: what does the platform say?
 
 A process of its own, since the platform takes the place of torch's streams: its last line is JSON,
-the violations by fault. Pages have 8 MiB, and nothing becomes visible before it is awaited.
+the violations by fault. Nothing becomes visible before it is awaited.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from page_calls import load_pages, store_pages
-from small_cache import make_pool
+from small_cache import DIM, HEADS, LAYERS, PAGE, keys_of, make_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     import torch
-
-__all__ = ["FAULTS"]
-
-PAGE, LAYERS, HEADS, DIM, PAGES = 128, 8, 8, 128, 4
 
 FAULTS: dict[str, tuple[Callable[[World], None], set[str]]] = {}
 """Each with the violations that it must lead to, and no others."""
@@ -40,32 +35,24 @@ def noticed_as(*violations: str) -> Callable[[Callable[[World], None]], Callable
 
 
 class World:
-    """One request's part of a scheduler: its pools, a controller, a tier, and forwards."""
+    """A cache's pools, its controller and tier, and forwards over them."""
 
     def __init__(self, folder: str) -> None:
         import device as streams
         import forwards
         import torch
         from seams import BED, pages_of, slots_of
-        from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-        self.streams, self.bed, self.folder = streams, BED, folder
-        self.allocator = make_pool(PAGES, PAGE, layers=LAYERS, heads=HEADS, dim=DIM)
+        self.streams, self.bed = streams, BED
+        cache = make_cache(folder, ExitStack())
+        self.controller, self.storage = cache.cache_controller, cache.storage
+        self.allocator = cache.token_to_kv_pool_allocator
         self.pool = self.allocator.get_kvcache()
-        (info,) = self.pool.get_device_pool_infos()
-        self.host = MHATokenToKVPoolHost(
-            info.buffer_info,
-            1.5,
-            0,
-            PAGE,
-            "page_first_direct",
-            device_capacity_tokens=self.pool.size,
-            start_layer=0,
-            end_layer=LAYERS - 1,
-        )
+        self.host = self.controller.mem_pool_host.anchor_entry.host_pool
         self.forward_stream, self.scheduling = torch.cpu.Stream(), torch.cpu.Stream()
-        self.controller = self._make_controller()
-        self.table = torch.zeros(4, PAGE * PAGES, dtype=torch.int64)
+        self.controller.load_fence_stream = self.forward_stream
+        self.controller.write_fence_stream = self.forward_stream
+        self.table = torch.zeros(4, self.pool.size, dtype=torch.int64)
         runner = SimpleNamespace(
             forward_stream=self.forward_stream,
             token_to_kv_pool=self.pool,
@@ -73,48 +60,11 @@ class World:
         )
         forward = forwards.late(BED, slots_of)(self._compute)
         self._forward = lambda batch: forward(runner, batch)
-        book = pages_of(self.host)
-        assert book is not None
-        self.pages = book
+        self.pages: Any = pages_of(self.host)
         self.seen: list[torch.Tensor] = []
-        self._storage: Any = None
+        self.keys = keys_of(list(range(2 * PAGE)))
 
-    def _make_controller(self) -> Any:
-        from sglang.srt.managers.cache_controller import HiCacheController, LayerDoneCounter
-        from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
-
-        controller = HiCacheController.__new__(HiCacheController)
-        controller.__dict__.update(
-            mem_pool_device_allocator=self.allocator,
-            mem_pool_device=self.pool,
-            mem_pool_host=self.host,
-            io_backend="direct",
-            page_size=PAGE,
-            device="cpu",
-            transfer_layer_id_max=LAYERS,
-            layer_done_counter=LayerDoneCounter(LAYERS),
-            load_queue=[],
-            write_queue=[],
-            ack_load_queue=[],
-            ack_write_queue=[],
-            load_fence_stream=self.forward_stream,
-            write_fence_stream=self.forward_stream,
-            l2_transfer_engine=L2TransferEngine("direct"),
-        )
-        self.pool.register_layer_transfer_counter(controller.layer_done_counter)
-        return controller
-
-    @property
-    def storage(self) -> Any:
-        if self._storage is None:
-            self._storage = open_storage(self.folder, self.host)
-        return self._storage
-
-    # ---- What a scheduler does ----
-
-    def forward(
-        self, writes: torch.Tensor, reads: torch.Tensor | None = None, consumer: int = -1
-    ) -> None:
+    def forward(self, writes: torch.Tensor, reads: Any = None, consumer: int = -1) -> None:
         """Compute tokens whose prefix is in ``reads``, which it reads layer by layer."""
         import torch
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -129,7 +79,7 @@ class World:
             forward_mode=ForwardMode.EXTEND,
             prefix=reads,
         )
-        with self.streams.stream(self.forward_stream):
+        with self.streams.StreamContext(self.forward_stream):
             self.forward_stream.wait_stream(self.scheduling)
             self._forward(batch)
 
@@ -154,7 +104,7 @@ class World:
         """Computed pages whose host copy is done: slots on the device and in host memory."""
         slots = self.computed(num_pages)
         host = self.controller.write(slots)
-        self.finish()
+        self.bed.device.synchronize()
         return slots, host
 
     def load_back(self, host: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -162,55 +112,15 @@ class World:
         slots: torch.Tensor = self.controller.load(host)
         return slots, self.controller.start_loading()
 
-    def finish(self) -> None:
-        self.bed.device.synchronize()
+    def store(self, host: torch.Tensor) -> list[bool]:
+        return store_pages(self.storage, self.keys, host)
 
-    def copy_to(self, host: torch.Tensor, slots: torch.Tensor) -> None:
-        """Copy to host pages that were not allocated for it."""
-        from sglang.srt.managers.cache_controller import CacheOperation
+    def is_poison(self, host: torch.Tensor) -> bool:
+        return bool(self.pages.holds_poison(int(host[0]) // PAGE))
 
-        self.controller.write_queue.append(CacheOperation(host, slots, -1))
-        self.controller.start_writing()
-
-    def close(self) -> None:
-        if self._storage is not None:
-            self._storage.close()
-
-    def write_host(self, slot: int) -> None:
+    def write_host(self, host: torch.Tensor) -> None:
         """Somebody's late write."""
-        self.pages.views(slot // PAGE)[0][77] += 1
-
-
-def open_storage(folder: str, host: Any) -> Any:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-
-    from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
-    from sglang_tiered.integration.identity import namespace
-    from sglang_tiered.integration.storage.backend import TieredStorage
-
-    nvme = NvmeConfig(directory=folder, capacity_bytes=256 * MiB, region_bytes=64 * MiB)
-    TieredConfig(mode=TierMode.NVME, host_bytes=MiB, nvme=nvme).to_environment(os.environ)
-    namespace.server_identity = lambda config: {"model": "m"}
-    where = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0)
-    where |= dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1)
-    config = HiCacheStorageConfig(
-        **where,
-        is_mla_model=False,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name="m",
-    )
-    storage: Any = TieredStorage(config, {})
-    storage.register_mem_pool_host(host)
-    storage.on_host_pools_registered()
-    return storage
-
-
-def hashes(number: int) -> list[str]:
-    return [hashlib.sha256(str(page).encode()).hexdigest() for page in range(number)]
-
-
-# ---- Stores and loads ----
+        self.pages.views(int(host[0]) // PAGE)[0][77] += 1
 
 
 @noticed_as()
@@ -218,69 +128,51 @@ def everything_in_order(world: World) -> None:
     import torch
 
     slots = world.computed()
-    world.finish()
+    world.bed.device.synchronize()
     before = world.pool.k_buffer[3][slots].clone()
     host = world.controller.write(slots)
-    world.finish()
-    assert store_pages(world.storage, hashes(2), host) == [True, True]
+    world.bed.device.synchronize()
+    assert world.store(host) == [True, True]
     world.allocator.free(slots)
     world.host.free(host)
     host = world.host.alloc(2 * PAGE)
-    assert load_pages(world.storage, hashes(2), host) == [True, True]
+    assert load_pages(world.storage, world.keys, host) == [True, True]
     slots, consumer = world.load_back(host)
     assert not torch.equal(world.pool.k_buffer[3][slots], before), "it was not awaited"
     new = world.allocator.alloc(PAGE)
     world.forward(new, slots, consumer)
     assert torch.equal(world.seen[3], before)
-    world.finish()
+    world.bed.device.synchronize()
     world.host.free(host)
     world.allocator.free(torch.cat([slots, new]))
-    world.close()
-    world.host.destroy()
 
 
 @noticed_as("store-before-copy-is-done", "store-of-poison")
 def store_of_a_node_whose_copy_is_queued(world: World) -> None:
-    store_pages(world.storage, hashes(2), world.controller.write(world.computed()))
+    world.store(world.controller.write(world.computed()))
 
 
 @noticed_as("store-of-poison")
 def store_of_a_page_of_which_a_row_was_never_written(world: World) -> None:
     _, host = world.backed_up()
-    world.pages.views(int(host[0]) // PAGE)[1][DIM * 64 : DIM * 65] = 0x4240C240
-    store_pages(world.storage, hashes(2), host)
+    world.pages.views(int(host[0]) // PAGE)[1][DIM * 8 : DIM * 9] = 0x4240C240
+    world.store(host)
 
 
 @noticed_as("host-page-changed-during-store")
 def page_written_while_it_is_stored(world: World) -> None:
     _, host = world.backed_up()
     finish = world.storage.end_store
-
-    def late(*arguments: Any) -> Any:
-        world.write_host(int(host[0]))
-        return finish(*arguments)
-
-    world.storage.end_store = late
-    store_pages(world.storage, hashes(2), host)
+    world.storage.end_store = lambda begun: (world.write_host(host), finish(begun))[1]
+    world.store(host)
 
 
 @noticed_as("load-into-free-host-page")
 def load_from_disk_into_a_page_that_was_freed(world: World) -> None:
     _, host = world.backed_up()
-    store_pages(world.storage, hashes(2), host)
+    world.store(host)
     world.host.free(host)
-    assert load_pages(world.storage, hashes(2), host) == [True, True]
-
-
-@noticed_as("load-into-host-page-in-use")
-def load_from_disk_into_a_page_that_a_copy_fills(world: World) -> None:
-    _, host = world.backed_up()
-    store_pages(world.storage, hashes(2), host)
-    pending = world.controller.write(world.computed())
-    load_pages(world.storage, hashes(2), pending)
-
-
-# ---- Host pages ----
+    assert load_pages(world.storage, world.keys, host) == [True, True]
 
 
 @noticed_as("h2d-before-copy-is-done")
@@ -317,28 +209,18 @@ def flush_under_a_copy(world: World) -> None:
 def host_page_written_after_it_was_freed(world: World) -> None:
     _, host = world.backed_up()
     world.host.free(host)
-    world.write_host(int(host[0]))
+    world.write_host(host)
     world.host.alloc(world.host.available_size())
-
-
-@noticed_as("d2h-into-free-host-page")
-def copy_into_a_host_page_that_nobody_has(world: World) -> None:
-    _, host = world.backed_up()
-    world.host.free(host)
-    world.copy_to(host, world.computed())
 
 
 @noticed_as("d2h-into-host-page-in-use")
 def two_copies_into_one_host_page(world: World) -> None:
-    slots = world.computed()
-    world.copy_to(world.controller.write(slots), slots)
+    from sglang.srt.managers.cache_controller import CacheOperation
 
-
-@noticed_as("copy-failed")
-def copy_behind_the_end_of_its_pool(world: World) -> None:
     slots = world.computed()
-    world.host.destroy()
-    world.controller.write(slots)
+    host = world.controller.write(slots)
+    world.controller.write_queue.append(CacheOperation(host, slots, -1))
+    world.controller.start_writing()
 
 
 @noticed_as("unaligned-page", "copy-failed")
@@ -346,35 +228,29 @@ def slots_that_are_no_page(world: World) -> None:
     world.controller.write(world.computed()[PAGE // 2 : -PAGE // 2])
 
 
-# ---- Device slots ----
-
-
 @noticed_as("d2h-not-ordered-after-writer")
 def copy_without_a_fence_behind_its_forward(world: World) -> None:
     world.controller.write_fence_stream = None
     host = world.controller.write(world.computed())
     world.controller.ack_write_queue[-1].finish_event.synchronize()
-    assert world.pages.holds_poison(int(host[0]) // PAGE), "the forward is under way"
+    assert world.is_poison(host), "the forward is under way"
 
 
 @noticed_as("h2d-into-slots-in-use")
 def load_back_without_a_fence_into_slots_that_a_forward_writes(world: World) -> None:
     _, host = world.backed_up(1)
     world.controller.load_fence_stream = None
-    slots = world.computed(1)
-    world.allocator.free(slots)
-    loaded, _ = world.load_back(host)
-    assert set(loaded.tolist()) == set(slots.tolist())
+    world.allocator.free(world.computed(world.allocator.available_size() // PAGE))
+    world.load_back(host)
 
 
 @noticed_as("h2d-into-slots-in-use")
 def load_back_without_a_fence_into_slots_that_a_forward_reads(world: World) -> None:
-    slots, host = world.backed_up(1)
+    slots, host = world.backed_up(world.allocator.available_size() // PAGE - 1)
     world.controller.load_fence_stream = None
     world.forward(world.allocator.alloc(PAGE), slots)
     world.allocator.free(slots)
-    loaded, _ = world.load_back(host)
-    assert set(loaded.tolist()) == set(slots.tolist())
+    world.load_back(host)
 
 
 @noticed_as("forward-into-slots-in-use")
@@ -394,17 +270,11 @@ def forward_that_does_not_wait_for_its_load(world: World) -> None:
 @noticed_as("device-free-while-copied")
 def device_pages_freed_before_their_copy(world: World) -> None:
     slots = world.computed()
-    world.finish()
+    world.bed.device.synchronize()
     host = world.controller.write(slots)
     world.allocator.free(slots)
-    world.finish()
-    assert world.pages.holds_poison(int(host[0]) // PAGE)
-
-
-@noticed_as("device-free-while-copied")
-def flush_of_device_pages_under_a_copy(world: World) -> None:
-    world.controller.write(world.computed())
-    world.allocator.clear()
+    world.bed.device.synchronize()
+    assert world.is_poison(host)
 
 
 @noticed_as("device-free-while-loaded")
@@ -412,20 +282,6 @@ def device_pages_freed_before_their_load(world: World) -> None:
     _, host = world.backed_up()
     slots, _ = world.load_back(host)
     world.allocator.free(slots)
-
-
-# ---- Lessons ----
-
-
-@noticed_as("too-many-lessons")
-def prefill_that_teaches_twice(world: World) -> None:
-    from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.policy.cost_model import CostModel
-
-    planner: LoadPlanner[str] = LoadPlanner(CostModel(page_tokens=PAGE, bytes_per_token=1))
-    world.computed()
-    for _ in range(2):
-        planner.note_batch([(PAGE, 0)], 0.1)
 
 
 def main(names: Iterable[str]) -> None:
@@ -437,16 +293,12 @@ def main(names: Iterable[str]) -> None:
     found = {}
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            BED.lessons.num_forwards = BED.lessons.num_lessons = 0
-            plant, _ = FAULTS[name]
-            world = World(folder)
             try:
-                plant(world)
+                FAULTS[name][0](World(folder))
                 BED.device.synchronize()
             except Exception:
                 BED.report.violation(traceback.format_exc())
             found[name] = sorted(set(BED.report.take()))
-            world.close()
     print(json.dumps({"found": found, "ran": dict(BED.report.runs)}), flush=True)
     os._exit(0)  # what was broken on purpose is not taken down in order
 

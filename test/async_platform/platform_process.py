@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zygote import Zygotes
 
-__all__ = ["FOLDER", "WHEN_WAITED_FOR", "environment", "run"]
-
 WHEN_WAITED_FOR = {"MODE": "all-late", "HORIZON_S": "1000"}
 """Settings with which no task is done before it is awaited."""
 

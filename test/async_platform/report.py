@@ -1,44 +1,34 @@
 """What the asynchronous platform saw in a process: violations, and which seams have run.
 
 Lines of JSON, appended one write each to the file that ``ASYNC_PLATFORM_REPORT`` names, by every
-process that has it. A seam writes a line the first time it runs, since a server that is killed has
-no last moment; at an ordinary end its count is written too.
+process that has it. A seam writes a line the first time it runs: a server that is killed has no
+last moment.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import threading
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["ENGAGED", "Report", "Seen", "read"]
+from pathlib import Path
+from typing import Any
 
 MAX_OF_A_NAME = 20
 """Violations of one name that a process writes with their stacks."""
 STACK_LIMIT = 14
-ENGAGED = "seam"
 
 
 @dataclass
 class Report:
-    """Of one process. Any thread."""
-
     path: str | None = None
     violations: list[dict[str, Any]] = field(default_factory=list)
     runs: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        if self.path is not None:
-            atexit.register(self._write_counts)
 
     def violation(self, what: str, **details: Any) -> None:
         """Something is wrong. Never raises, or the scheduler would end instead of going on."""
@@ -51,23 +41,17 @@ class Report:
             self._write(entry)
 
     def ran(self, seam: str) -> None:
-        """A seam was passed."""
         with self._lock:
             self.runs[seam] += 1
             is_first = self.runs[seam] == 1
         if is_first:
-            self._write({ENGAGED: seam, "pid": os.getpid()})
+            self._write({"seam": seam, "pid": os.getpid()})
 
     def take(self) -> list[str]:
-        """The names of the violations since the last call."""
         with self._lock:
             names = [entry["violation"] for entry in self.violations]
             self.violations.clear()
         return names
-
-    def _write_counts(self) -> None:
-        for seam, number in self.runs.items():
-            self._write({ENGAGED: seam, "pid": os.getpid(), "runs": number})
 
     def _write(self, entry: dict[str, Any]) -> None:
         if self.path is not None:
@@ -84,14 +68,12 @@ class Seen:
 
     def told(self) -> str:
         """The violations for a person: each name with its number, and one of each whole."""
-        lines = []
-        by_name: dict[str, list[dict[str, Any]]] = {}
-        for entry in self.violations:
-            by_name.setdefault(entry["violation"], []).append(entry)
-        for name, entries in by_name.items():
-            details = {k: v for k, v in entries[0].items() if k not in ("violation", "stack")}
-            lines += [f"{len(entries)} x {name}: {details}", *entries[0]["stack"]]
-        return "\n".join(lines)
+        names = Counter(entry["violation"] for entry in self.violations)
+        first = {entry["violation"]: entry for entry in reversed(self.violations)}
+        return "\n".join(
+            f"{number} x {first[name] | {'stack': ''}}\n" + "".join(first[name]["stack"])
+            for name, number in names.items()
+        )
 
 
 def read(path: Path) -> Seen:
@@ -104,5 +86,5 @@ def read(path: Path) -> Seen:
             continue
     return Seen(
         [entry for entry in entries if "violation" in entry],
-        {entry[ENGAGED] for entry in entries if ENGAGED in entry},
+        {entry["seam"] for entry in entries if "seam" in entry},
     )

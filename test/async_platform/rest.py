@@ -1,9 +1,8 @@
 """Checks an idle scheduler: it holds only the pages of its tree, and the tree can free them all.
 
 SGLang counts device memory then, but accepts locked nodes, and runs the tree's own check only for
-hybrid models. A lock that is never released keeps its nodes, and a host page without a node is lost
-until the next flush; SGLang's count shows neither. The scheduler learns of ends of copies and
-stores over several steps, so only lasting findings are reported.
+hybrid models. The scheduler learns of ends of copies and stores over several steps, so only lasting
+findings are reported.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from report import Report
-
-__all__ = ["Rest", "drained"]
 
 LOOK_S = 0.25
 TIMES = 6
@@ -68,7 +65,6 @@ class Rest:
 
 
 def drained(order: str, pid: int) -> str:
-    """The seam that tells the end of an order."""
     return f"drained {order} {pid}"
 
 
@@ -82,7 +78,6 @@ def is_at_rest(scheduler: Any) -> bool:
 
 
 def leftovers(cache: Any) -> list[str]:
-    """One line each."""
     found = []
     if locked := cache.protected_size():
         found.append(f"{locked} tokens are locked on the device")

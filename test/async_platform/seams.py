@@ -7,51 +7,44 @@ pages needs one, or its pages count as never copied. Forwards have a module of t
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import device as streams
 import numpy as np
-from books import DeviceSlots, HostPages, Lessons, check_aligned
+from books import DeviceSlots, HostPages, check_aligned
 from device import Delays, Device
 from report import Report
 from rest import Rest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import ModuleType
-
     import torch
-    from device import Stream
-
-__all__ = ["AFTER", "BED", "Bed", "slots_of"]
 
 CHUNK_PAGES = 8
 """A copy to host memory moves so many pages at a time, so that half of one can be seen."""
 
 
 class Bed:
-    """The platform of this process: its settings, device, report and lessons."""
+    """The platform of this process: its settings, device and report."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self.report = Report(environment.get("ASYNC_PLATFORM_REPORT"))
-        self.device = Device(_delays(environment), self.report.violation)
-        self.lessons = Lessons(self.report)
-        self.rest = Rest(self.report, environment.get("ASYNC_PLATFORM_DRAIN"))
+        self.report = Report()
+        self.device = Device(report=self.report.violation)
+        self.rest = Rest(self.report)
+        self.reread(environment)
 
     def reread(self, environment: Mapping[str, str]) -> None:
         """Of a process that was forked: its own files and delays."""
         self.report.path = environment.get("ASYNC_PLATFORM_REPORT")
         self.rest.orders = environment.get("ASYNC_PLATFORM_DRAIN")
-        self.device.delays = _delays(environment)
-
-
-def _delays(environment: Mapping[str, str]) -> Delays:
-    return Delays(
-        seed=int(environment.get("ASYNC_PLATFORM_SEED", "0")),
-        mode=environment.get("ASYNC_PLATFORM_MODE", "random"),
-        horizon_s=float(environment.get("ASYNC_PLATFORM_HORIZON_S", "0.15")),
-    )
+        self.device.delays = Delays(
+            seed=int(environment.get("ASYNC_PLATFORM_SEED", "0")),
+            mode=environment.get("ASYNC_PLATFORM_MODE", "random"),
+            horizon_s=float(environment.get("ASYNC_PLATFORM_HORIZON_S", "0.15")),
+        )
 
 
 BED = Bed(os.environ)
@@ -74,15 +67,29 @@ def wrapping(owner: Any) -> Callable[[Callable[..., Any]], None]:
     return lambda around: wrap(owner, around.__name__, around)
 
 
-# ---- Books of pools, kept with the pools ----
-
 _HOST, _DEVICE = "_async_platform_pages", "_async_platform_slots"
 
 
-def pages_of(pool: Any) -> HostPages | None:
-    """The books of a host pool; None where none are kept."""
-    book: HostPages | None = vars(pool).get(_HOST) if hasattr(pool, "__dict__") else None
-    return book
+class Kept:
+    """A book, of which one call is made at a time; of a pool that has none, nothing happens."""
+
+    def __init__(self, book: Any) -> None:
+        self._book = book
+
+    def __bool__(self) -> bool:
+        return self._book is not None
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any) -> Any:
+            with BED.device.lock:
+                return None if self._book is None else getattr(self._book, name)(*given)
+
+        return call
+
+
+def pages_of(pool: Any) -> Any:
+    """The books of a host pool."""
+    return Kept(vars(pool).get(_HOST) if hasattr(pool, "__dict__") else None)
 
 
 def slots_of(pool: Any, *, page_size: int | None = None) -> DeviceSlots | None:
@@ -98,9 +105,6 @@ def slots_of(pool: Any, *, page_size: int | None = None) -> DeviceSlots | None:
     return book
 
 
-# ---- Copies ----
-
-
 class Deferred:
     """A host pool whose copies are queued on the current stream. The host's indices are taken at
     the call, as CUDA stages them; the device's are read when a copy runs."""
@@ -112,83 +116,52 @@ class Deferred:
         return getattr(self._pool, name)
 
     def backup_from_device_all_layer_physical(
-        self,
-        device_pool: Any,
-        host_indices: torch.Tensor,
-        device_indices: torch.Tensor,
-        io_backend: str,
+        self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
     ) -> None:
         import torch
 
         BED.report.ran("d2h")
         pool, host_indices, stream = self._pool, host_indices.clone(), streams.current_stream()
-        pages, slots = pages_of(pool), slots_of(device_pool)
+        pages, slots = pages_of(pool), Kept(slots_of(device_pool))
 
         def end() -> None:
-            if pages is not None:
-                pages.end_write(host_indices)
-            if slots is not None:
-                slots.end_copy_out(device_indices)
+            pages.end_write(host_indices)
+            slots.end_copy_out(device_indices)
 
         def move(host: torch.Tensor, device: torch.Tensor) -> None:
             with torch.inference_mode():
                 pool.backup_from_device_all_layer_physical(device_pool, host, device, io_backend)
 
         with BED.device.lock:
-            if pages is not None:
-                pages.begin_write(host_indices, "d2h")
-            if slots is not None:
-                slots.begin_copy_out(device_indices, stream)
+            pages.begin_write(host_indices, "d2h")
+            slots.begin_copy_out(device_indices, stream)
             size = CHUNK_PAGES * int(getattr(pool, "logical_page_size", pool.page_size))
             chunks = list(zip(host_indices.split(size), device_indices.split(size), strict=True))
             draw = functools.partial(BED.device.delays.number, stream.end)
             order = sorted(range(len(chunks)), key=lambda number: (draw(number), number))
             for number in order:
-                stream.copy(
-                    functools.partial(move, *chunks[number]),
-                    "d2h",
-                    end if number == order[-1] else None,
-                )
+                last = end if number == order[-1] else None
+                stream.copy(functools.partial(move, *chunks[number]), "d2h", last)
 
     def load_to_device_per_layer_physical(
-        self,
-        device_pool: Any,
-        host_indices: torch.Tensor,
-        device_indices: torch.Tensor,
-        layer_id: int,
-        io_backend: str,
-        *,
-        is_draft: bool = False,
+        self, device_pool: Any, host_indices: Any, device_indices: Any, *where: Any, **named: Any
     ) -> None:
         import torch
 
         BED.report.ran("h2d")
         pool, host_indices, stream = self._pool, host_indices.clone(), streams.current_stream()
-        pages, slots = pages_of(pool), slots_of(device_pool)
+        pages, slots = pages_of(pool), Kept(slots_of(device_pool))
+        given = (device_pool, host_indices, device_indices, *where)
 
         def move() -> None:
             with torch.inference_mode():
-                pool.load_to_device_per_layer_physical(
-                    device_pool,
-                    host_indices,
-                    device_indices,
-                    layer_id,
-                    io_backend,
-                    is_draft=is_draft,
-                )
-
-        def end() -> None:
-            if pages is not None:
-                pages.end_read(host_indices)
+                pool.load_to_device_per_layer_physical(*given, **named)
 
         with BED.device.lock:
-            if pages is not None:
-                pages.begin_read(host_indices, "h2d")
-            if slots is not None:
-                slots.begin_copy_in(device_indices, stream)
-            index = stream.copy(move, f"h2d of layer {layer_id}", end)
-            if slots is not None:
-                slots.copied_in(device_indices, stream, index)
+            pages.begin_read(host_indices, "h2d")
+            slots.begin_copy_in(device_indices, stream)
+            index = stream.copy(move, "h2d of a layer", lambda: pages.end_read(host_indices))
+            slots.copied_in(device_indices, stream, index)
 
 
 def _transfers(module: ModuleType) -> None:
@@ -211,14 +184,10 @@ def _transfers(module: ModuleType) -> None:
         return [one._replace(host_pool=Deferred(one.host_pool)) for one in prepared]
 
 
-# ---- Host pages ----
-
-
 def _host_pools(module: ModuleType) -> None:
-    pool_class = module.HostKVCache
-    _watch_pages(pool_class)
+    _watch_pages(module.HostKVCache)
 
-    @wrapping(pool_class)
+    @wrapping(module.HostKVCache)
     def destroy(original: Any, self: Any) -> Any:
         BED.device.synchronize()
         return original(self)
@@ -227,55 +196,38 @@ def _host_pools(module: ModuleType) -> None:
 def _watch_pages(pool_class: Any) -> None:
     @wrapping(pool_class)
     def alloc(original: Any, self: Any, need_size: int) -> Any:
-        indices = original(self, need_size)
-        book = pages_of(self)
-        if book is not None and indices is not None and len(indices):
+        indices, book = original(self, need_size), pages_of(self)
+        if book and indices is not None and len(indices):
             BED.report.ran("host-alloc")
-            with BED.device.lock:
-                book.allocated(indices)
+            book.allocated(indices)
         return indices
 
     @wrapping(pool_class)
     def free(original: Any, self: Any, indices: torch.Tensor) -> Any:
         book = pages_of(self)
-        if book is not None and len(indices):
+        if book and len(indices):
             BED.report.ran("host-free")
-            with BED.device.lock:
-                book.freed(indices)
+            book.freed(indices)
         return original(self, indices)
 
     @wrapping(pool_class)
     def clear(original: Any, self: Any) -> None:
         book = pages_of(self)
-        if book is not None:
-            with BED.device.lock:
-                book.cleared()
+        book.cleared()
         original(self)
-        if book is None and _keeps_own_pages(self):
+        has_memory = getattr(self, "kv_buffer", None) is not None
+        if not book and has_memory and self.shared_allocation_domain is None:
             vars(self)[_HOST] = HostPages(self, BED.report)
-
-
-def _mamba_pools(module: ModuleType) -> None:
-    _watch_pages(module.MambaPoolHost)
-
-
-def _keeps_own_pages(pool: Any) -> bool:
-    return getattr(pool, "kv_buffer", None) is not None and pool.shared_allocation_domain is None
-
-
-# ---- Device slots ----
 
 
 def _paged_allocator(module: ModuleType) -> None:
     @wrapping(module.PagedTokenToKVPoolAllocator)
     def _release_page_ids(original: Any, self: Any, *page_ids: torch.Tensor) -> None:
-        book = slots_of(self.get_kvcache(), page_size=self.page_size)
-        if book is not None:
+        book = Kept(slots_of(self.get_kvcache(), page_size=self.page_size))
+        for pages in page_ids if book else ():
             BED.report.ran("device-free")
-            with BED.device.lock:
-                for pages in page_ids:
-                    first = pages.cpu().numpy()[:, None] * self.page_size
-                    book.freed((first + np.arange(self.page_size)).reshape(-1))
+            first = pages.cpu().numpy()[:, None] * self.page_size
+            book.freed((first + np.arange(self.page_size)).reshape(-1))
         original(self, *page_ids)
 
     _watch_clear(module.PagedTokenToKVPoolAllocator)
@@ -284,11 +236,10 @@ def _paged_allocator(module: ModuleType) -> None:
 def _token_allocator(module: ModuleType) -> None:
     @wrapping(module.TokenToKVPoolAllocator)
     def free(original: Any, self: Any, free_index: torch.Tensor) -> None:
-        book = slots_of(self.get_kvcache(), page_size=1)
-        if book is not None and self.free_group is None and free_index.numel():
+        book = Kept(slots_of(self.get_kvcache(), page_size=1))
+        if book and self.free_group is None and free_index.numel():
             BED.report.ran("device-free")
-            with BED.device.lock:
-                book.freed(free_index.cpu().numpy())
+            book.freed(free_index.cpu().numpy())
         original(self, free_index)
 
     _watch_clear(module.TokenToKVPoolAllocator)
@@ -297,80 +248,56 @@ def _token_allocator(module: ModuleType) -> None:
 def _watch_clear(allocator_class: Any) -> None:
     @wrapping(allocator_class)
     def clear(original: Any, self: Any) -> None:
-        book = slots_of(self.get_kvcache(), page_size=self.page_size)
-        if book is not None:
-            with BED.device.lock:
-                book.cleared()
+        Kept(slots_of(self.get_kvcache(), page_size=self.page_size)).cleared()
         original(self)
 
 
-# ---- Storage ----
-
-
 def _storage(module: ModuleType) -> None:
-    before: dict[Any, tuple[Any, list[int]]] = {}  # books and checksums of what is under way
+    before: dict[Any, tuple[Any, Any]] = {}  # books and checksums of what is under way
 
     @wrapping(module.TieredStorage)
     def begin_store(
         original: Any, self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor, store: Any
     ) -> Any:
         book = pages_of(self._pool(pool))
-        if book is None:
-            return original(self, pool, hashes, host_indices, store)
-        BED.report.ran("store")
-        with BED.device.lock:
-            checksums = book.begin_store(host_indices)
+        if book:
+            BED.report.ran("store")
+        checksums = book.begin_store(host_indices)
         try:
             begun = original(self, pool, hashes, host_indices, store)
         except BaseException:
-            with BED.device.lock:
-                book.end_store(host_indices, checksums)
+            book.end_store(host_indices, checksums)
             raise
         before[begun] = book, checksums
         return begun
 
     @wrapping(module.TieredStorage)
     def end_store(original: Any, self: Any, begun: Any) -> Any:
+        book, checksums = before.pop(begun, (Kept(None), None))
         try:
             return original(self, begun)
         finally:
-            if begun in before:
-                book, checksums = before.pop(begun)
-                with BED.device.lock:
-                    book.end_store(begun.host_indices, checksums)
+            book.end_store(begun.host_indices, checksums)
 
     @wrapping(module.TieredStorage)
     def begin_load(
         original: Any, self: Any, pool: Any, hashes: Any, host_indices: torch.Tensor, **named: Any
     ) -> Any:
-        book = pages_of(self._pool(pool))
-        if book is None:
-            return original(self, pool, hashes, host_indices, **named)
-        BED.report.ran("load")
-        with BED.device.lock:
-            book.begin_write(host_indices, "load")
+        book, size = pages_of(self._pool(pool)), len(host_indices) // max(1, len(hashes))
+        if book:
+            BED.report.ran("load")
+        book.begin_write(host_indices, "load")
 
         def note_end(job: Any) -> None:
             with BED.device.lock:
                 book.end_write(host_indices)
-                for page, is_there in zip(host_indices.split(book.size), job.ok, strict=True):
+                for page, is_there in zip(host_indices.split(size), job.ok, strict=True):
                     if not is_there:
                         book.not_written(page)
 
         job = original(self, pool, hashes, host_indices, **named)
         job.call_at_end(note_end)
         return job
-
-
-def _load_planning(module: ModuleType) -> None:
-    @wrapping(module.LoadPlanner)
-    def note_batch(original: Any, *given: Any, **named: Any) -> None:
-        BED.report.ran("lesson")
-        BED.lessons.note()
-        original(*given, **named)
-
-
-# ---- Streams ----
 
 
 def _torch_cpu(module: ModuleType) -> None:
@@ -387,8 +314,7 @@ def _scheduler(module: ModuleType) -> None:
         BED.report.ran("scheduler")
         BED.device.rank = int(get_parallel().tp_rank or 0)
         original(self)
-        copies: Stream = self.copy_stream
-        copies.called("results", lazy=True)
+        self.copy_stream.called("results", lazy=True)
 
     @wrapping(module.Scheduler)
     def on_idle(original: Any, self: Any) -> None:
@@ -408,21 +334,10 @@ class _Over:
 
 
 def _disaggregation_prefill(module: ModuleType) -> None:
-    """Give SGLang, which asks CUDA for events by name, one of these: a cached prefix can be sent
-    early."""
+    """Give SGLang, which asks CUDA for events by name, ours: a cached prefix can be sent early."""
+    cuda = _Over(module.torch.cuda, Event=streams.Event, current_stream=streams.current_stream)
+    module.torch = _Over(module.torch, cuda=cuda)
 
-    class Event(streams.Event):
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            BED.report.ran("early-send")
-            super().__init__(*arguments, **named)
-
-    torch = module.torch
-    assert hasattr(torch, "cuda")
-    cuda = _Over(torch.cuda, Event=Event, current_stream=streams.current_stream)
-    module.torch = _Over(torch, cuda=cuda)
-
-
-# ---- Handoffs into host memory ----
 
 _RECEIVED_INTO, _RECEIVING = "_async_platform_pools", "_async_platform_rooms"
 
@@ -448,35 +363,27 @@ def _handoff(module: ModuleType) -> None:
                     book.not_written(slots)
 
     @wrapping(module.ZmqKVReceiver)
-    def send_metadata(
-        original: Any,
-        self: Any,
-        kv_indices: Any,
-        aux_index: int | None = None,
-        state_indices: Any = None,
-        *arguments: Any,
-        **named: Any,
-    ) -> None:
+    def send_metadata(original: Any, self: Any, *given: Any, **named: Any) -> None:
         import torch
 
-        is_host = named.get("destination") == module.KVTransferDestination.HOST
+        asked = inspect.signature(original).bind(self, *given, **named).arguments
+        is_host = asked.get("destination") == module.KVTransferDestination.HOST
         into = getattr(self, _RECEIVED_INTO) if is_host else ()
-        rows = (kv_indices, *(state_indices or ()))
+        rows = (asked["kv_indices"], *(asked.get("state_indices") or ()))
         writes = []
         for pool, pages in zip(into, rows, strict=False):
-            book = pages_of(pool)
-            if book is not None and len(pages):
+            if pages_of(pool) and len(pages):
                 numbers = torch.from_numpy(np.array(pages, np.int64))
-                slots = numbers[:, None] * book.size + torch.arange(book.size)
-                writes.append((book, slots.reshape(-1)))
+                size = int(pool.logical_page_size)
+                slots = (numbers[:, None] * size + torch.arange(size)).reshape(-1)
+                writes.append((pages_of(pool), slots))
         if writes:
             BED.report.ran("receive")
             with BED.device.lock:
-                rooms = vars(self.kv_mgr).setdefault(_RECEIVING, {})
-                rooms[self.bootstrap_room] = writes
+                vars(self.kv_mgr).setdefault(_RECEIVING, {})[self.bootstrap_room] = writes
                 for book, slots in writes:
                     book.begin_write(slots, "receive")
-        original(self, kv_indices, aux_index, state_indices, *arguments, **named)
+        original(self, *given, **named)
 
     @wrapping(module.KVManagerRole)
     def _conclude(
@@ -504,7 +411,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "torch.cpu": _torch_cpu,
     "sglang.srt.mem_cache.l2_transfer": _transfers,
     "sglang.srt.mem_cache.pool_host.base": _host_pools,
-    "sglang.srt.mem_cache.pool_host.mamba": _mamba_pools,
+    "sglang.srt.mem_cache.pool_host.mamba": lambda module: _watch_pages(module.MambaPoolHost),
     "sglang.srt.mem_cache.allocator.paged": _paged_allocator,
     "sglang.srt.mem_cache.allocator.token": _token_allocator,
     "sglang.srt.managers.scheduler": _scheduler,
@@ -513,5 +420,4 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.disaggregation.decode": _disaggregation_decode,
     "sglang_tiered.integration.disaggregation.manager": _handoff,
     "sglang_tiered.integration.storage.backend": _storage,
-    "sglang_tiered.integration.cache.load_planner": _load_planning,
 }

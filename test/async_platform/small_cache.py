@@ -19,22 +19,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "PAGE",
-    "TOKENS",
-    "attach",
-    "broken_shard",
-    "compute",
-    "flush",
-    "keys_of",
-    "make_cache",
-    "make_pool",
-    "settle",
-    "step",
-    "storage_flags",
-    "store",
-]
-
 PAGE, LAYERS, HEADS, DIM, PAGES = 16, 4, 2, 64, 16
 TOKENS = list(range(100, 100 + 4 * PAGE))
 """A prompt."""
@@ -59,16 +43,9 @@ def make_pool(num_pages: int, page_size: int, *, layers: int, heads: int, dim: i
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     size = num_pages * page_size
-    pool = MHATokenToKVPool(
-        size=size,
-        page_size=page_size,
-        dtype=torch.float32,
-        head_num=heads,
-        head_dim=dim,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+    shape = {"head_num": heads, "head_dim": dim, "layer_num": layers, "dtype": torch.float32}
+    where: Any = {"device": "cpu", "enable_memory_saver": False}
+    pool = MHATokenToKVPool(size=size, page_size=page_size, **shape, **where)
     return PagedTokenToKVPoolAllocator(size, page_size, torch.float32, "cpu", pool, False)
 
 
@@ -101,21 +78,11 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, **groups: Any) ->
         **storage_flags(),
     )
     set_global_server_args_for_scheduler(arguments)
-    held.enter_context(
-        get_parallel().override(
-            tp_rank=rank,
-            tp_size=num_ranks,
-            attn_tp_rank=rank,
-            attn_tp_size=num_ranks,
-            moe_tp_size=num_ranks,
-            pp_rank=0,
-            pp_size=1,
-        )
-    )
+    sizes = dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), num_ranks)
+    ranks = {"tp_rank": rank, "attn_tp_rank": rank, "pp_rank": 0, "pp_size": 1}
+    held.enter_context(get_parallel().override(**sizes, **ranks))
     params = CacheInitParams(
-        req_to_token_pool=ReqToTokenPool(
-            size=4, max_context_len=512, device="cpu", enable_memory_saver=False
-        ),
+        req_to_token_pool=ReqToTokenPool(4, 512, "cpu", False),
         token_to_kv_pool_allocator=make_pool(PAGES, PAGE, layers=LAYERS, heads=HEADS, dim=DIM),
         page_size=PAGE,
         disable=False,
@@ -128,13 +95,9 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, **groups: Any) ->
 
 
 def attach(cache: Any, **policies: str) -> tuple[bool, str]:
-    """As an operator does at run time, whose answer this is."""
-    flags = storage_flags()
-    answer: tuple[bool, str] = cache.attach_storage_backend(
-        flags["hicache_storage_backend"],
-        flags["hicache_storage_backend_extra_config"],
-        **policies,
-    )
+    flags, name = storage_flags(), "hicache_storage_backend"
+    given = (flags[name], flags[f"{name}_extra_config"])
+    answer: tuple[bool, str] = cache.attach_storage_backend(*given, **policies)
     return answer
 
 
@@ -167,7 +130,6 @@ def compute(cache: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def keys_of(tokens: list[int]) -> list[str]:
-    """What the pages of a prompt go by."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -186,18 +148,15 @@ def step(cache: Any, until: Callable[[], bool], steps: int | None = None) -> Non
 
 
 def settle(cache: Any) -> None:
-    """Every copy and every store that was queued is done."""
     step(cache, lambda: not cache.ongoing_write_through and not cache.ongoing_backup)
 
 
 def store(cache: Any, tokens: list[int]) -> None:
-    """A prompt is computed, and NVMe holds it."""
     compute(cache, tokens)
     step(cache, lambda: cache.storage.num_kept(keys_of(tokens)) == len(tokens) // PAGE)
     settle(cache)
 
 
 def flush(cache: Any) -> None:
-    """Empty device and host memory, as ``/flush_cache`` does."""
     cache.reset()
     cache.token_to_kv_pool_allocator.clear()

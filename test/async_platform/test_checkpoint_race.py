@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from platform_process import WHEN_WAITED_FOR, environment, run
-
-if TYPE_CHECKING:
-    from zygote import Zygotes
+from zygote import Zygotes
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize(
-    "meanwhile",
-    [
-        "nothing",
-        pytest.param("it is asked for again", marks=pytest.mark.slow),
-        pytest.param("it is split", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("meanwhile", ["nothing", pytest.param("split", marks=pytest.mark.slow)])
 def test_checkpoint_waits_for_a_queued_host_copy(zygotes: Zygotes, meanwhile: str) -> None:
     """SGLang calls a node backed up as soon as its copy is queued. What its host pages held before
     was stored under its keys, and the right store was dropped as a duplicate."""

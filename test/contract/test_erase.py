@@ -38,13 +38,8 @@ SELECTORS = {
     "tenant": Erasure(tenant=A),
     "everything": Erasure(),
 }
-CRASHES: tuple[tuple[CrashMode, int], ...] = (
-    ("kill", 0),
-    ("drop", 0),
-    ("torn", 0),
-    ("reorder", 0),
-    ("reorder", 1),
-)
+MODES: tuple[CrashMode, ...] = ("kill", "drop", "torn", "reorder")
+CRASHES = (*((mode, 0) for mode in MODES), ("reorder", 1))
 
 erases = pytest.mark.parametrize("what", SELECTORS.values(), ids=SELECTORS)
 

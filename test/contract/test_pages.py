@@ -38,14 +38,6 @@ def test_pages_of_any_length_arrive_whatever_their_segments(
         assert client.stats.num_bytes == server.stats.bytes_served == sum(ODD_SIZES[2:])
 
 
-def test_pages_larger_than_half_a_window_arrive() -> None:
-    pages = make_pages(16, [32 * MiB] * 3)
-    with page_server(pages) as (server, _), page_client() as client:
-        wanted = Wanted(client, server.port, pages)
-        assert wanted.wait() == [PageOutcome.OK] * 3
-        assert wanted.is_right
-
-
 def test_another_namespace_is_a_miss() -> None:
     """Of the server, or from the moment on when it has another one."""
     pages, other = make_pages(4, [4096] * 3), b"\x23" * 32
@@ -95,32 +87,11 @@ def test_requests_stay_within_the_window() -> None:
         assert wanted.wait() == [PageOutcome.OK] * 40
 
 
-def test_busy_device_reads_one_request_each() -> None:
-    pages = make_pages(15, [50_000] * 8)
-    settings = PageSettings(request_bytes=50_000)
-    with page_server(pages) as (server, reader), page_client(settings) as client:
-        reader.hold = reader.is_pressed = True
-        wanted = Wanted(client, server.port, pages)
-        eventually(lambda: server.num_waiting == 7)
-        assert reader.num_held == 1
-        reader.is_pressed = False
-        Wanted(client, server.port, {}).wait()
-        reader.let_go()
-        assert wanted.wait() == [PageOutcome.OK] * 8
-
-
 def test_one_request_goes_out_however_large_it_is() -> None:
     pages = make_pages(8, [300_000])
     settings = PageSettings(request_bytes=1000, window_bytes=1000, max_serving_bytes=1000)
     with page_server(pages, settings=settings) as (server, _), page_client(settings) as client:
         assert Wanted(client, server.port, pages).wait() == [PageOutcome.OK]
-
-
-def test_a_deadline_that_has_passed_asks_for_nothing() -> None:
-    pages = make_pages(10, [4096])
-    with page_server(pages) as (server, _), page_client() as client:
-        assert Wanted(client, server.port, pages, deadline_s=0.0).wait() == [PageOutcome.LATE]
-        assert server.stats.num_requests == 0
 
 
 def test_closed_client_cancels_open_and_later_fetches() -> None:

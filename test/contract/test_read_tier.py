@@ -36,7 +36,6 @@ from sglang_tiered.storage.stack import TierStack
 pytestmark = pytest.mark.timeout(60)
 
 SIZES = {"capacity_bytes": 4 << 20, "region_bytes": 512 * 1024}
-TENANT = b"t" * 16
 ODD_SIZES = (1, 4095, 4096, 4097, 65536, (100, 3996), (4096, 1, 8191), (0, 7), 12288)
 SAYS_ALL = "borrowed"
 """Its lookups answer that everything is held: the lender knows."""
@@ -186,20 +185,6 @@ def test_a_callback_sees_complete_reasons(place: Place, make_run: MakeRun) -> No
     job.call_at_end(lambda job: seen.append(list(job.reasons)))
     finished(job)
     assert seen == [[Reason.OK] * 3]
-
-
-@pytest.mark.parametrize("tenant", [TENANT, None])
-def test_what_was_purged_is_hidden_at_once(
-    place: Place, make_run: MakeRun, tenant: bytes | None
-) -> None:
-    run = make_run(13, [4096] * 3)
-    place.store(Run(run.keys, run.pages, TENANT))
-    assert place.tier.lookup(run.keys).num_hits == 3
-    purge = place.tier.erase(Erasure(tenant=tenant))
-    assert place.tier.lookup(run.keys).num_hits == 0
-    assert place.tier.contains(run.keys) == [False] * 3
-    assert is_true(purge, TIMEOUT_S)
-    assert place.tier.lookup(run.keys).num_hits == 0
 
 
 def test_a_forgotten_page_is_hidden_until_stored_again(place: Place, make_run: MakeRun) -> None:

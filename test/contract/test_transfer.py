@@ -178,21 +178,6 @@ def test_room_opened_twice_keeps_its_first_pages(pair: Pair) -> None:
     assert np.array_equal(receiver.pool.pages([3, 4]), before)
 
 
-@pytest.mark.parametrize("is_ready", [False, True])
-def test_retry_with_a_failed_room_asks_for_another(pair: Pair, is_ready: bool) -> None:
-    """It was told the old reason for a minute, as if it had failed itself."""
-    sender, receiver = (begin if is_ready else open_room)(pair, 9, [1])
-    eventually(lambda: sender.endpoint.num_rooms == 1)
-    receiver.endpoint.close_room(9)
-    open_room(pair, 9, [2])
-    told = [receiver.events.wait_for("failed", 9)[2]]
-    if not is_ready:
-        sender.endpoint.expect_room(9)
-        told.append(sender.events.wait_for("failed", 9)[2])
-    for reason in told:
-        assert "the request ended; for another try, draw another bootstrap_room." in reason
-
-
 def test_abort_before_open_fails_prefills_request(pair: Pair) -> None:
     sender, receiver = pair
     sender.endpoint.expect_room(7)

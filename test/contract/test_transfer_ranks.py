@@ -130,27 +130,3 @@ def test_one_failing_rank_fails_the_room(stack: ExitStack) -> None:
     prefills[1].endpoint.fail_room(1, "no memory on rank 1")
     assert receiver.events.wait_for("failed", 1)[2] == "PD peer failed: no memory on rank 1"
     eventually(lambda: not any(sender.endpoint.num_rooms for sender in prefills))
-
-
-def test_several_instances_of_both_roles_interleave(stack: ExitStack) -> None:
-    shape = Shape()
-    prefills = [stack.enter_context(prefill(shape, seed=seed)) for seed in (1, 2, 3)]
-    decodes = [stack.enter_context(decode(shape)) for _ in range(3)]
-    rooms = {
-        100 * a + 10 * b + number: (one, other, range(a * 16 + number * 4, a * 16 + number * 4 + 4))
-        for a, one in enumerate(prefills)
-        for b, other in enumerate(decodes)
-        for number in range(4)
-    }
-    source = {room: [(room + page) % 64 for page in range(4)] for room in rooms}
-    for room, (one, other, pages) in rooms.items():
-        one.endpoint.expect_room(room)
-        other.open(room, [one], pages)
-    for room, (one, _, _) in rooms.items():
-        one.events.wait_for("ready", room)
-        one.send(room, source[room])
-    for room, (one, other, pages) in rooms.items():
-        other.events.wait_for("received", room)
-        assert np.array_equal(other.pool.pages(pages), one.pool.pages(source[room]))
-        one.events.wait_for("sent", room)
-    assert [one.endpoint.num_sessions for one in prefills + decodes] == [3] * 6  # type: ignore[operator]

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["compiler_requests"]
-
 
 class NoDevice:
     """Stands in for Triton's driver: says what to compile for and runs nothing."""
@@ -26,7 +24,6 @@ class NoDevice:
 
 
 def compiler_requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Collects what every launch asks, in place of compiling and launching."""
     from triton import knobs
     from triton.runtime.driver import driver
 

@@ -9,24 +9,23 @@ run in place, for a debugger.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib.util
 import inspect
+import multiprocessing
 import os
-import pickle
-import select
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 
-_HERE = Path(__file__).resolve().parent
 _VARIABLE = "TRITON_INTERPRET"
+START_S = 60.0
 
 
 def interpreted(
@@ -44,107 +43,50 @@ def interpreted(
     @functools.wraps(function)
     def in_child(**parameters: Any) -> None:
         __tracebackhide__ = True
-        failure = _child().call((path, function.__name__, parameters), timeout_s)
+        child = _child()
+        try:
+            failure = child.submit(_call, path, function.__name__, parameters).result(timeout_s)
+        except (TimeoutError, BrokenProcessPool) as error:
+            _child.cache_clear()
+            for process in list((child._processes or {}).values()):
+                process.kill()
+            failure = f"the interpreter's process was late, or died: {error!r}"
         if failure is not None:
             pytest.fail(failure, pytrace=False)
 
     return in_child
 
 
-class _Child:
-    """A process with the interpreter. One call at a time; killed when a call is late."""
-
-    START_S = 60.0
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, _VARIABLE: "1"},
-        )
-        atexit.register(self.kill)
-        assert self._receive(self.START_S) == "ready"
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def call(self, request: tuple[str, str, dict[str, Any]], timeout_s: float) -> str | None:
-        """None, or what went wrong."""
-        assert self._process.stdin is not None
-        _send(self._process.stdin, request)
-        answer: str | None = self._receive(timeout_s)
-        return answer
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-        atexit.unregister(self.kill)
-
-    def _receive(self, timeout_s: float) -> Any:
-        pipe = self._process.stdout
-        assert pipe is not None
-        readable, _, _ = select.select([pipe], [], [], timeout_s)
-        if not readable:
-            self.kill()
-            return f"no answer within {timeout_s} s; the interpreter's process was killed"
-        try:
-            return pickle.load(pipe)
-        except EOFError:
-            self.kill()
-            return f"the interpreter's process died with {self._process.returncode}"
+@functools.cache
+def _child() -> ProcessPoolExecutor:
+    """A process with the interpreter."""
+    made = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    made.submit(_start).result(START_S)
+    return made
 
 
-_running: list[_Child] = []
-
-
-def _child() -> _Child:
-    if not _running or not _running[0].alive:
-        _running[:] = [_Child()]
-    return _running[0]
-
-
-def _send(pipe: BinaryIO | Any, message: object) -> None:
-    pickle.dump(message, pipe)
-    pipe.flush()
-
-
-def _load(path: str) -> Any:
-    """The test module of a file, once."""
-    name = f"interpreted_{Path(path).stem}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-def _serve() -> None:
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a kernel prints is not an answer
-    sys.path.insert(0, str(_HERE))
+def _start() -> None:
+    os.environ[_VARIABLE] = "1"
+    os.dup2(2, 1)  # what a kernel prints is no news
     import torch  # only the child needs it
 
     torch.set_num_threads(1)
-    _send(answers, "ready")
-    while True:
-        try:
-            path, name, parameters = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        failure = None
-        try:
-            getattr(_load(path), name)(**parameters)
-        except BaseException:  # a skip or a failure of pytest's is one too
-            failure = traceback.format_exc()
-        _send(answers, failure)
 
 
-if __name__ == "__main__":
-    _serve()
+def _call(path: str, name: str, parameters: dict[str, Any]) -> str | None:
+    """None, or what went wrong."""
+    try:
+        getattr(_load(path), name)(**parameters)
+    except BaseException:  # a skip or a failure of pytest's is one too
+        return traceback.format_exc()
+    return None
+
+
+@functools.cache
+def _load(path: str) -> Any:
+    """The test module of a file, once."""
+    name = f"interpreted_{Path(path).stem}"
+    spec: Any = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -53,54 +53,29 @@ class Case:
     kv_indices: torch.Tensor
 
     def plan(self, config: PodConfig = SMALL, num_sms: int = 3) -> PodPlan:
+        more: Any = {"num_sms": num_sms, "window": self.window, "config": config}
         return make_plan(
-            self.extend_lens,
-            self.prefix_lens,
-            self.shape,
-            num_sms=num_sms,
-            window=self.window,
-            config=config,
-            device=self.q.device,
+            self.extend_lens, self.prefix_lens, self.shape, device=self.q.device, **more
         )
 
     def to(self, device: str) -> Case:
-        moved = {
-            name: value.to(device) for name, value in vars(self).items() if torch.is_tensor(value)
-        }
-        return replace(self, **moved)
+        tensors = {name: each for name, each in vars(self).items() if torch.is_tensor(each)}
+        return replace(self, **{name: each.to(device) for name, each in tensors.items()})
 
     def run(self, plan: PodPlan, **options: Any) -> torch.Tensor:
-        """The batch's part of ``out``, poisoned before."""
         self.out.fill_(math.nan)
         self.launch(plan, **options)
         return self.out[: plan.num_tokens]
 
     def launch(self, plan: PodPlan, **options: Any) -> None:
         options.setdefault("sm_scale", self.shape.head_dim**-0.5)
-        pod_attention(
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.out,
-            self.kv_indptr,
-            self.kv_indices,
-            plan,
-            **options,
-        )
+        tensors = (self.q, self.k_cache, self.v_cache, self.out, self.kv_indptr, self.kv_indices)
+        pod_attention(*tensors, plan, **options)
 
     def expected(self, **options: Any) -> torch.Tensor:
-        options.setdefault("sm_scale", self.shape.head_dim**-0.5)
-        return reference_pod_attention(
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.kv_indptr,
-            self.kv_indices,
-            self.extend_lens,
-            self.prefix_lens,
-            window=self.window,
-            **options,
-        )
+        options = {"sm_scale": self.shape.head_dim**-0.5, "window": self.window, **options}
+        tensors = (self.q, self.k_cache, self.v_cache, self.kv_indptr, self.kv_indices)
+        return reference_pod_attention(*tensors, self.extend_lens, self.prefix_lens, **options)
 
 
 def make_case(

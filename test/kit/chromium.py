@@ -21,7 +21,6 @@ DEADLINE_S = 60.0
 
 
 def chromium() -> tuple[str | None, str]:
-    """The path of a headless Chromium, or None and why there is none."""
     found = ran(SCRIPT, timeout_s=400)
     return (found.stdout.strip() or None), found.stderr.strip()
 
@@ -61,10 +60,8 @@ class Browser:
         self._socket = await self._session.ws_connect(url, max_msg_size=0)
 
     def tell(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the protocol."""
-        return self._loop.run_until_complete(
-            asyncio.wait_for(self._tell(method, parameters), DEADLINE_S)
-        )
+        told = asyncio.wait_for(self._tell(method, parameters), DEADLINE_S)
+        return self._loop.run_until_complete(told)
 
     async def _tell(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
         number = next(self._ids)
@@ -72,40 +69,27 @@ class Browser:
         while True:
             message = await self._socket.receive_json()
             if message.get("id") == number:
-                assert "error" not in message, message
-                result: dict[str, Any] = message["result"]
-                return result
-            self._note(message)
-
-    def _note(self, message: dict[str, Any]) -> None:
-        method, told = message.get("method"), message.get("params", {})
-        if method == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"])
-        elif method == "Runtime.exceptionThrown":
-            self.errors.append(str(told["exceptionDetails"]))
-        elif method == "Log.entryAdded" and told["entry"]["level"] == "error":
-            self.errors.append(told["entry"]["text"])
+                return dict(message["result"])
+            match message:
+                case {"method": "Network.requestWillBeSent", "params": {"request": request}}:
+                    self.requests.append(request["url"])
+                case {"method": "Runtime.exceptionThrown", "params": thrown}:
+                    self.errors.append(str(thrown))
+                case {"method": "Log.entryAdded", "params": {"entry": {"level": "error"} as entry}}:
+                    self.errors.append(entry["text"])
 
     def go(self, url: str) -> None:
         self.tell("Page.navigate", url=url)
 
     def look(self, *, width: int, is_dark: bool) -> None:
-        """Have a window of that width, and prefer dark or light."""
-        self.tell(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=900,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        sizes = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.tell("Emulation.setDeviceMetricsOverride", **sizes)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.tell("Emulation.setEmulatedMedia", features=[scheme])
 
     def ask(self, script: str) -> Any:
-        """The value of an expression."""
-        found = self.tell(
-            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
-        )
+        how = {"returnByValue": True, "awaitPromise": True}
+        found = self.tell("Runtime.evaluate", expression=script, **how)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
@@ -118,7 +102,6 @@ class Browser:
         return value
 
     def picture(self) -> bytes:
-        """The whole page as PNG."""
         shot = self.tell("Page.captureScreenshot", captureBeyondViewport=True)
         return base64.b64decode(shot["data"])
 
@@ -127,9 +110,7 @@ class Browser:
             self._loop.run_until_complete(self._session.close())
         self._loop.close()
         self._process.kill()
-        self._process.wait()
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+        self._process.communicate()
 
     def __enter__(self) -> Self:
         return self

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import runpy
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    import pytest
-
-__all__ = ["Cli", "Outcome", "cli_of", "ran"]
+import pytest
 
 
 class Outcome(NamedTuple):
@@ -43,7 +45,22 @@ def cli_of(main: Callable[[Sequence[str]], int], capture: pytest.CaptureFixture[
 def ran(
     *command: str | Path, timeout_s: float = 60, check: bool = False, **more: Any
 ) -> subprocess.CompletedProcess[str]:
-    """A program that ended, with all that it said."""
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout_s, check=check, **more
     )
+
+
+def run_here(words: list[str], root: Path) -> tuple[Any, str]:
+    """Run a Python program in this process: its exit code, and what it said."""
+    os.chdir(root)
+    os.environ["COLUMNS"] = "200"
+    sys.path[:0] = [str(root / "benchmark")]
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
+    run, text, code = runpy.run_module if is_module else runpy.run_path, io.StringIO(), None
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            run(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    return code or 0, text.getvalue()

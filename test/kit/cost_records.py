@@ -15,8 +15,6 @@ from sglang_tiered.policy.server_costs import (
     Waiting,
 )
 
-__all__ = ["record_of"]
-
 
 def record_of(model: CostModel, **more: Any) -> RankCosts:
     """A record with the prices of a model and no load; ``more`` are other fields."""

@@ -1,10 +1,8 @@
 """One line at the end of a run that measures coverage (``scripts/test --all --coverage``).
 
-Measured is what costs little: the tests of ``contract`` and ``unit`` that start neither SGLang nor
-an interpreter of kernels, in pytest's own processes. Tracing doubles the time of ``property``,
-whose examples have a deadline, and would cost the gate minutes in servers, and change when their
-threads meet. So neither what those tests run is in the figure, nor ``integration``, which they are
-for.
+Measured are the tests of ``contract`` and ``unit`` that start neither SGLang nor an interpreter of
+kernels, in pytest's own processes. Tracing doubles the time of ``property``, whose examples have a
+deadline, and would cost the gate minutes in servers, and change when their threads meet.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-__all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
 
 TESTS = Path(__file__).resolve().parents[1]
 MEASURED = (TESTS / "contract", TESTS / "unit")
@@ -48,6 +44,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _measuring(config: pytest.Config) -> Any:
-    """pytest-cov's plugin, where it was asked for."""
     asked = getattr(config.option, "cov_source", None)
     return config.pluginmanager.getplugin("_cov") if asked else None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from sglang_tiered.integration.observe.story import End, Story
 
-__all__ = ["ended"]
-
 
 def ended(rid: str, *, at: float = 12.5, reason: str = "stop") -> tuple[Story, End]:
     """One that arrived at 10 s of its server's clock, with a prompt of 100 tokens."""

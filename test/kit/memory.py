@@ -9,7 +9,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
@@ -17,19 +17,17 @@ from sglang_tiered.storage.base import (
     NO_TENANT,
     Erasure,
     Health,
+    Job,
     JobKind,
+    Page,
     Reason,
+    Run,
     TenantUsage,
     TierEngine,
     TierStats,
 )
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import ended
-
-if TYPE_CHECKING:
-    from sglang_tiered.storage.base import Job, Page, Run
-
-__all__ = ["MemoryEngine"]
 
 
 class _Stored(NamedTuple):
@@ -48,14 +46,14 @@ class MemoryEngine(TierEngine):
         self._lock = threading.Lock()
         self._pages: OrderedDict[bytes, _Stored] = OrderedDict()
         self._jobs = JobBook()
-        self._stored_bytes = 0
         self._tenant_pages: Counter[bytes] = Counter()
         self._tenant_bytes: Counter[bytes] = Counter()
-        self._num_evicted = 0
-        self._num_erased = 0
-        self._bytes_in = 0
-        self._bytes_out = 0
+        self._num_evicted = self._num_erased = self._bytes_in = self._bytes_out = 0
         self._closed = False
+
+    @property
+    def _stored_bytes(self) -> int:
+        return self._tenant_bytes.total()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -85,37 +83,29 @@ class MemoryEngine(TierEngine):
     def _store(self, key: bytes, page: Page, tenant: bytes) -> Reason:
         if key in self._pages:
             return Reason.DUPLICATE
-        data = bytearray().join(page)
+        data, limit = bytearray().join(page), self._max_tenant_bytes
         if len(data) > self._capacity_bytes:
             return Reason.NO_SPACE
-        if not self._fits_share(tenant, len(data)):
-            return Reason.OVER_SHARE
+        if limit is not None and tenant != NO_TENANT:
+            if len(data) > limit:
+                return Reason.OVER_SHARE
+            own = [each for each, stored in self._pages.items() if stored.tenant == tenant]
+            while self._tenant_bytes[tenant] + len(data) > limit:
+                self._evict(own.pop(0))
         while self._stored_bytes + len(data) > self._capacity_bytes:
-            self._drop(next(iter(self._pages)))
-            self._num_evicted += 1
+            self._evict(next(iter(self._pages)))
         self._pages[key] = _Stored(data, xxhash.xxh3_64_intdigest(key + data), tenant)
-        self._stored_bytes += len(data)
         self._tenant_pages[tenant] += 1
         self._tenant_bytes[tenant] += len(data)
         self._bytes_in += len(data)
         return Reason.OK
 
-    def _fits_share(self, tenant: bytes, nbytes: int) -> bool:
-        """Make room within the tenant's share; false when the page alone is beyond it."""
-        limit = self._max_tenant_bytes
-        if limit is None or tenant == NO_TENANT:
-            return True
-        if nbytes > limit:
-            return False
-        own = (key for key, stored in list(self._pages.items()) if stored.tenant == tenant)
-        while self._tenant_bytes[tenant] + nbytes > limit:
-            self._drop(next(own))
-            self._num_evicted += 1
-        return True
+    def _evict(self, key: bytes) -> None:
+        self._drop(key)
+        self._num_evicted += 1
 
     def _drop(self, key: bytes) -> None:
         stored = self._pages.pop(key)
-        self._stored_bytes -= len(stored.data)
         self._tenant_pages[stored.tenant] -= 1
         self._tenant_bytes[stored.tenant] -= len(stored.data)
         if not self._tenant_pages[stored.tenant]:
@@ -175,25 +165,20 @@ class MemoryEngine(TierEngine):
             self._num_erased += len(gone)
             return ended(not self._closed)
 
-    def _clear(self) -> None:
-        for key in list(self._pages):
-            self._drop(key)
-
     def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
         with self._lock:
-            self._clear()
+            for key in list(self._pages):
+                self._drop(key)
 
     def close(self) -> None:
         with self._lock:
-            self._clear()
             self._closed = True
+        self.set_namespace(b"")
 
     def check_integrity(self) -> None:
         with self._lock:
-            held = sum(len(stored.data) for stored in self._pages.values())
-            assert held == self._stored_bytes, f"pages hold {held}, counted {self._stored_bytes}"
-            assert held <= self._capacity_bytes, f"{held} bytes > cap {self._capacity_bytes}"
             tenants: Counter[bytes] = Counter()
             for stored in self._pages.values():
                 tenants[stored.tenant] += len(stored.data)
             assert tenants == self._tenant_bytes, f"tenants hold {tenants}"
+            assert self._stored_bytes <= self._capacity_bytes

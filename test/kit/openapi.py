@@ -9,14 +9,11 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-__all__ = ["check_answer", "described", "is_admitted"]
-
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "openapi.json"
 
 
 @cache
 def described() -> dict[str, Any]:
-    """The whole description."""
     found: dict[str, Any] = json.loads(_PAGE.read_text(encoding="utf-8"))
     return found
 
@@ -26,7 +23,6 @@ def _validator(schema: dict[str, Any]) -> Draft202012Validator:
 
 
 def is_admitted(path: str, body: Any) -> bool:
-    """Whether a POST may have this body."""
     content = described()["paths"][path]["post"]["requestBody"]["content"]
     return bool(_validator(content["application/json"]["schema"]).is_valid(body))
 

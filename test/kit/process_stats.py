@@ -28,11 +28,8 @@ from sglang_tiered.storage.bucket.engine import BucketStats
 from sglang_tiered.storage.encoding import EncodingStats
 from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
-__all__ = ["ENGINE", "FULL", "STATS", "timed", "with_engine"]
-
 
 def timed(*seconds: float) -> DurationCounts:
-    """What is known of things that took so long."""
     durations = Durations()
     for each in seconds:
         durations.record(each)
@@ -88,6 +85,8 @@ STATS = ProcessStats(
     budget=BudgetStats(total_bytes=16384, floor_bytes=2048, borrowed_bytes=6144, due_bytes=0),
     request_log_dropped=2,
 )
+NO_PASSES = ("bytes_in", "bytes_out", "num_breaker_opened", "num_passes", "num_full_listings")
+NO_PASSES += ("last_pass_s", "num_pages_vanished")
 BELOW = ObjectTierStats(
     engine=dataclasses.replace(
         ENGINE,
@@ -97,17 +96,10 @@ BELOW = ObjectTierStats(
     ),
     bucket=BucketStats(
         requests={"get": 19},
-        bytes_in=0,
-        bytes_out=0,
-        num_breaker_opened=0,
-        num_passes=0,
-        num_full_listings=0,
-        last_pass_s=0.0,
-        num_pages_vanished=0,
-        trouble="",
         refused={"put": 0, "delete": 0},
         listed_bytes=20,
-        last_error="",
+        **dict.fromkeys(("trouble", "last_error"), ""),  # type: ignore[arg-type]
+        **dict.fromkeys(NO_PASSES, 0),  # type: ignore[arg-type]
     ),
     moved=StackStats(
         num_promoted=1,
@@ -139,5 +131,4 @@ FULL = dataclasses.replace(STATS, object=BELOW, peer=BESIDE, codec=CODEC)
 
 
 def with_engine(**changed: object) -> ProcessStats:
-    """Without a bucket and other servers; NVMe's statistics are changed."""
     return dataclasses.replace(STATS, nvme=dataclasses.replace(ENGINE, **changed))  # type: ignore[arg-type]

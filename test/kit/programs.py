@@ -9,8 +9,6 @@ import pytest
 
 from kit.commands import ran
 
-__all__ = ["program"]
-
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from kit.programs import program
 from kit.scrapes import ours_of
 
-__all__ = ["check_metrics", "promtool"]
-
 TIMEOUT_S = 120.0
 
 

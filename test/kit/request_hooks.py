@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kit.waiting import TIMEOUT_S
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.requests import BucketError, Failure
-
-if TYPE_CHECKING:
-    from sglang_tiered.storage.bucket import BucketEngine
-
-__all__ = ["Gate", "before", "listed", "refuse"]
 
 
 def before(
@@ -38,8 +34,6 @@ def refuse() -> None:
 
 
 class Gate:
-    """Holds requests of one kind until it is opened."""
-
     def __init__(self, engine: BucketEngine, kind: str, of: str = "", times: int = 1 << 30) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
         before(engine, kind, self._wait, of, times)
@@ -50,5 +44,4 @@ class Gate:
 
 
 def listed(engine: BucketEngine, folder: str) -> list[str]:
-    """Everything in a folder."""
     return [each.path for chunk in engine._requests.listing(folder) for each in chunk]

@@ -11,22 +11,6 @@ from sglang_tiered.codecs import PageLayout
 from sglang_tiered.storage.base import KEY_BYTES, Run
 from sglang_tiered.storage.encoding import PageEncoding
 
-__all__ = [
-    "NAMESPACE",
-    "OTHER_NAMESPACE",
-    "Blank",
-    "MakeRun",
-    "PageData",
-    "Sizes",
-    "blank",
-    "make_run",
-    "make_soft_run",
-    "of",
-    "page_data",
-    "select",
-    "soft_encoding",
-]
-
 NAMESPACE = b"\x11" * 32
 OTHER_NAMESPACE = b"\x22" * 32
 
@@ -48,12 +32,10 @@ def make_run(seed: int, sizes: Sizes) -> Run:
 
 
 def of(tenant: bytes, run: Run) -> Run:
-    """The same pages as a tenant's."""
     return Run(run.keys, run.pages, tenant)
 
 
 def select(run: Run, positions: Sequence[int]) -> Run:
-    """Some pages of a run."""
     keys = tuple(run.keys[position] for position in positions)
     return Run(keys, tuple(run.pages[position] for position in positions), run.tenant)
 
@@ -85,5 +67,4 @@ def blank(run: Run) -> Run:
 
 
 def page_data(run: Run) -> list[bytes]:
-    """The bytes of every page of a run."""
     return [b"".join(page) for page in run.pages]

@@ -10,8 +10,6 @@ from serving_bench.client import Sample
 from storage_bench.figures import Report
 from storage_bench.workspace import Workspace
 
-__all__ = ["make_bench", "sample"]
-
 
 def sample(
     label: str = "a",

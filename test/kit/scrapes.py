@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["by_rank", "labels_of", "ours_of"]
-
 
 def by_rank(text: str, name: str, *, by: str = "tp_rank", **labels: str) -> dict[str, float]:
     """Values of our samples of a name with these labels, by their rank: one for each."""
@@ -20,7 +18,6 @@ def by_rank(text: str, name: str, *, by: str = "tp_rank", **labels: str) -> dict
 
 
 def ours_of(text: str) -> str:
-    """The part of a scrape that is this package's, with its comments."""
     return "".join(
         line
         for line in text.splitlines(keepends=True)
@@ -29,7 +26,6 @@ def ours_of(text: str) -> str:
 
 
 def labels_of(text: str, name: str) -> list[dict[str, str]]:
-    """The labels of each series of a name, whoever's."""
     return [
         sample.labels
         for family in text_string_to_metric_families(text)

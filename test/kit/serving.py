@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-__all__ = ["Quiet", "serving"]
-
 
 class Quiet(BaseHTTPRequestHandler):
     """No line in the log for each request."""

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from sglang_tiered.demo.model import Shape, write_model
 
-__all__ = ["write_small_model"]
-
 SHAPE = Shape(
     hidden_size=128, num_layers=3, num_kv_heads=2, intermediate_size=256, num_query_heads=4
 )

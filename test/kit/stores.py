@@ -5,30 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run
+from sglang_tiered.storage.base import Run
+from sglang_tiered.storage.encoding import PageEncoding
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.format import RegionHeader, pack_region_header, region_name
-
-if TYPE_CHECKING:
-    from sglang_tiered.storage.base import Run
-    from sglang_tiered.storage.encoding import PageEncoding
-
-__all__ = [
-    "REGION",
-    "SIZES",
-    "close_engines",
-    "digest",
-    "flip",
-    "keep",
-    "keep_again",
-    "open_engine",
-    "store",
-]
 
 REGION = 64 * 1024
 SIZES = [12_288, 12_000, 9_000]
@@ -67,7 +52,6 @@ def store(engine: RegionEngine, run: Run) -> None:
 
 
 def keep(engine: RegionEngine, *runs: Run) -> None:
-    """Store them and close the engine."""
     for run in runs:
         store(engine, run)
     engine.close()
@@ -83,7 +67,6 @@ def keep_again(engine: RegionEngine, seed: int, num_pages: int = 3) -> Run:
 
 
 def flip(file: Path, offset: int) -> None:
-    """Flip one bit of a file, at an offset in bytes."""
     with file.open("r+b") as stream:
         stream.seek(offset)
         byte = stream.read(1)[0]
@@ -92,7 +75,6 @@ def flip(file: Path, offset: int) -> None:
 
 
 def plant_region(shard: Path, version: int) -> None:
-    """Region 9, of another format."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(region_format, "FORMAT_VERSION", version)
         block = pack_region_header(RegionHeader(REGION, 9, b"n" * 16, 0))

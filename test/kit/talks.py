@@ -6,8 +6,6 @@ import json
 
 from sglang_tiered_lab.trace.request import TraceRequest, num_blocks_for
 
-__all__ = ["make_request", "talk_lines"]
-
 
 def talk_lines(every_ms: int, num_output: int) -> str:
     """Eight conversations of eight turns that share their first block, a request so often."""

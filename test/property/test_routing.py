@@ -151,19 +151,6 @@ def test_expectations_follow_the_servers_own_plan(
     assert found.ttft_s - found.score_s <= MAX_OWN_LOSS * least_s + 1e-9
 
 
-def test_a_plan_for_all_loads_more() -> None:
-    """Which is what the router did not know: a load that takes a little longer than computing."""
-    tier = (0.0, 1.1e-4 / BYTES)
-    held = Held(nvme=64 * PAGE)
-    alone = ServerState(make_costs((tier,)))
-    crowded = dataclasses.replace(alone, num_others=20)
-    always = dataclasses.replace(alone, always_loads=True)
-    found = [estimate(one, held, 65 * PAGE, 0.0) for one in (alone, crowded, always)]
-    assert [one.loaded for one in found] == [0, 64 * PAGE, 64 * PAGE]
-    assert found[0].ttft_s < found[1].ttft_s == pytest.approx(found[2].ttft_s)
-    assert found[0].score_s == found[1].score_s < found[2].score_s
-
-
 @given(three, st.integers(0, 2), st.floats(1, 100), holdings, st.integers(1, 3000), seconds)
 def test_a_slower_tier_never_attracts(
     tiers: tuple[Prices, ...], which: int, factor: float, held: Held, rest: int, queue_s: float
@@ -202,23 +189,6 @@ def test_work_that_was_sent_counts_before_a_report() -> None:
     assert sorted(sent) == [0, 1, 2, 3]
 
 
-@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 1000)), max_size=50))
-def test_what_is_learnt_stays_within_bounds(answers: list[tuple[float, float]]) -> None:
-    state = ServerState(make_costs(()))
-    for predicted_s, seen_s in answers:
-        state.answered(predicted_s, seen_s)
-    assert 0.25 <= state.slowdown <= 4
-
-
-def test_a_server_slower_than_priced_is_found() -> None:
-    states = idle(2)
-    for _ in range(100):
-        seen_s = 2 * estimate(states[0], Held(), 1000, 0.0).ttft_s / states[0].slowdown
-        states[0].answered(estimate(states[0], Held(), 1000, 0.0).ttft_s, seen_s)
-    assert states[0].slowdown == pytest.approx(2, rel=0.05)
-    assert chosen(states, 1000).server == 1
-
-
 @given(
     st.lists(st.tuples(states, holdings), min_size=1, max_size=12),
     st.integers(1, 8000),
@@ -252,14 +222,6 @@ def test_a_score_that_is_no_number_hides_nobody(broken: float) -> None:
     assert 100 < least_ttft(states, range(3), {}, 100, 0.0) < 101
 
 
-@pytest.mark.parametrize("candidates", [[], [1]])
-def test_only_candidates_are_chosen(candidates: list[int]) -> None:
-    states = idle(3)
-    states[1].free_s = 100.0
-    choice = choose_server(states, candidates, {}, 100, 0.0, draw=random.random)
-    assert (None if choice is None else choice.server) == (candidates[0] if candidates else None)
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9000)), min_size=1, max_size=8),
     st.integers(1, 5000),
@@ -275,3 +237,11 @@ def test_decode_goes_where_there_is_room(loads: list[tuple[int, int]], num_token
     if any(has_room):
         best = min(one.next_step_s for one, room in zip(states, has_room, strict=True) if room)
         assert states[chosen].next_step_s <= best * 1.01
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 1000)), max_size=50))
+def test_what_is_learnt_stays_within_bounds(answers: list[tuple[float, float]]) -> None:
+    state = ServerState(make_costs(()))
+    for predicted_s, seen_s in answers:
+        state.answered(predicted_s, seen_s)
+    assert 0.25 <= state.slowdown <= 4

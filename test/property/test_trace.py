@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import collections
-import gzip
-import io
 import itertools
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_tiered.errors import TraceError
 from sglang_tiered_lab.trace import mooncake
-from sglang_tiered_lab.trace.arrivals import with_arrivals
 from sglang_tiered_lab.trace.blocks import with_block_tokens
 from sglang_tiered_lab.trace.forms import Format
 from sglang_tiered_lab.trace.prompts import prompt_tokens
 from sglang_tiered_lab.trace.reader import read_trace
 from sglang_tiered_lab.trace.request import MAX_BLOCK_ID, TraceRequest
 from sglang_tiered_lab.trace.reuse import measure
-from sglang_tiered_lab.trace.rows import Row, json_rows
-from sglang_tiered_lab.trace.scaling import Scaling, scale
+from sglang_tiered_lab.trace.rows import Row
 from sglang_tiered_lab.trace.tally import Tally
 
 BLOCK_TOKENS = 16
@@ -87,26 +82,6 @@ def test_the_curve_is_what_a_simulated_lru_hits(trace: list[TraceRequest], capac
 
 
 @settings(deadline=None)
-@given(traces, st.sampled_from([1, 2, 4, 16, 32, 64]))
-def test_other_block_sizes_share_what_was_shared(trace: list[TraceRequest], size: int) -> None:
-    """Exactly, in whole blocks of the larger size."""
-    for (one, new_one), (other, new_other) in itertools.combinations(
-        zip(trace, with_block_tokens(trace, size), strict=True), 2
-    ):
-        assert -(-one.input_length // size) == len(new_one.block_ids)
-        before = shared(one.block_ids, other.block_ids)
-        after = shared(new_one.block_ids, new_other.block_ids)
-        if size >= BLOCK_TOKENS:
-            joined = size // BLOCK_TOKENS
-            whole = before // joined
-            ends = before == len(one.block_ids) == len(other.block_ids)
-            assert after == (-(-before // joined) if ends else whole)
-        else:
-            fewest = min(len(new_one.block_ids), len(new_other.block_ids))
-            assert after == min(before * (BLOCK_TOKENS // size), fewest)
-
-
-@settings(deadline=None)
 @given(traces)
 def test_a_trace_reads_back_as_written(trace: list[TraceRequest]) -> None:
     assert [decoded(request) for request in trace] == trace
@@ -130,128 +105,6 @@ def test_prompts_share_exactly_the_blocks_that_ids_share(
         assert common >= min(blocks * BLOCK_TOKENS, one.input_length, other.input_length)
         if min(len(tokens), len(others)) >= blocks * BLOCK_TOKENS + 10:
             assert common < blocks * BLOCK_TOKENS + 10
-
-
-@settings(deadline=None)
-@given(traces, st.integers(30, 400), st.floats(0.01, 100))
-def test_a_scaled_trace_fits_and_hits_the_same(
-    trace: list[TraceRequest], tokens_max: int, factor: float
-) -> None:
-    trace = sorted(trace, key=lambda request: request.arrival_s or 0)
-    try:
-        scaled = scale(trace, Scaling(tokens_max=tokens_max, time_factor=factor))
-    except TraceError:
-        return
-    assert all(request.context_length <= tokens_max for request in scaled)
-    if len(scaled) == len(trace):
-        assert (measure(scaled).capacity == measure(trace).capacity).all()
-    for request in scaled:
-        assert len(prompt_tokens(request)) == request.input_length
-        assert decoded(request).block_ids == request.block_ids
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 5), max_size=20), st.integers(0, 9))
-def test_arrivals_keep_turns_in_order_and_lose_none(turns: list[int], seed: int) -> None:
-    trace = [
-        TraceRequest(
-            arrival_s=None,
-            input_length=0,
-            output_length=0,
-            block_ids=(),
-            block_tokens=16,
-            conversation=str(number),
-            turn=turn,
-        )
-        for number, count in enumerate(turns)
-        for turn in range(1, count + 1)
-    ]
-    timed = list(with_arrivals(trace, conversations_per_s=0.01, seed=seed))
-    times = [request.arrival_s or 0.0 for request in timed]
-    assert times == sorted(times)
-    for number, count in enumerate(turns):
-        mine = [request.turn for request in timed if request.conversation == str(number)]
-        assert mine == list(range(1, count + 1))
-
-
-# ---- One conversation in any of the forms ----
-
-SPEAKERS = {
-    "user": ["human", "user", "Human", "USER "],
-    "assistant": ["gpt", "chatgpt", "assistant", "bing", "Assistant"],
-    "system": ["system", "developer"],
-    "tool": ["tool", "observation", "function"],
-}
-texts = st.text(max_size=30)
-turns = st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=4)
-names = st.text('abcXYZ-_ .é"\\[{', min_size=1, max_size=8)
-
-
-@st.composite
-def conversation(draw: st.DrawFn) -> list[tuple[str, str]]:
-    """Turns that are all used: a question, perhaps a tool's word, and an answer each."""
-    said = [("system", draw(texts))] if draw(st.booleans()) else []
-    for question, answer, has_tool in draw(turns):
-        said.append(("user", question))
-        said += [("assistant", "{}"), ("tool", question)] if has_tool else []
-        said.append(("assistant", answer))
-    return said
-
-
-@st.composite
-def written(draw: st.DrawFn, talks: dict[str, list[tuple[str, str]]]) -> bytes:
-    """A file of the conversations, in one of the forms people have."""
-    key = draw(st.sampled_from(["conversations", "conversation", "messages", "items"]))
-    speaker, text = draw(st.sampled_from([("from", "value"), ("role", "content")]))
-    in_parts = draw(st.booleans())
-
-    def message(role: str, said: str) -> dict[str, Any]:
-        cut = draw(st.integers(0, len(said))) if in_parts else 0
-        parts = [{"type": "text", "text": said[:cut]}, {"type": "text", "text": said[cut:]}]
-        return {speaker: draw(st.sampled_from(SPEAKERS[role])), text: parts if in_parts else said}
-
-    rows = {name: {key: [message(*turn) for turn in talk]} for name, talk in talks.items()}
-    named = [{"id": name, **row} for name, row in rows.items()]
-    indent = draw(st.sampled_from([None, 1]))
-    kind = draw(st.sampled_from(["array", "lines", "object", "wrapped", "bare"]))
-    if kind == "lines":
-        content = "\n".join(json.dumps(row, indent=indent) for row in named)
-    else:
-        whole: Any = {
-            "array": named,
-            "object": rows,
-            "wrapped": {"data": named},
-            "bare": {name: row[key] for name, row in rows.items()},
-        }[kind]
-        content = json.dumps(whole, indent=indent, ensure_ascii=draw(st.booleans()))
-    mark = draw(st.sampled_from([b"", b"\xef\xbb\xbf"]))
-    data = mark + content.encode("utf-8", "surrogatepass")
-    return gzip.compress(data) if draw(st.booleans()) else data
-
-
-def read_bytes(content: bytes) -> list[TraceRequest]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace"
-        path.write_bytes(content)
-        return list(read_trace(path))
-
-
-@settings(deadline=None)
-@given(st.data(), st.dictionaries(names, conversation(), min_size=1, max_size=4))
-def test_any_form_of_a_conversation_is_read_alike(
-    data: st.DataObject, talks: dict[str, list[tuple[str, str]]]
-) -> None:
-    plain = [
-        {
-            "id": name,
-            "conversations": [
-                {"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text}
-                for role, text in talk
-            ],
-        }
-        for name, talk in talks.items()
-    ]
-    assert read_bytes(data.draw(written(talks))) == read_bytes(json.dumps(plain).encode())
 
 
 json_values = st.recursive(
@@ -312,22 +165,3 @@ def test_any_input_is_read_or_one_sentence(content: bytes, known: Format | None)
     assert tally.num_skipped + tally.num_repaired <= tally.num_rows
     for request in found:
         assert len(request.block_ids) == -(-request.input_length // request.block_tokens)
-
-
-@settings(deadline=None)
-@given(st.lists(json_values.filter(lambda value: isinstance(value, dict | list)), max_size=6))
-def test_an_array_is_cut_into_its_elements(values: list[Any]) -> None:
-    for indent in (None, 2):
-        text = json.dumps(values, indent=indent).encode()
-        rows = list(json_rows(io.BytesIO(text)))
-        assert not [row for row in rows if row.problem]
-        assert [json.dumps(json.loads(row.data)) for row in rows] == list(map(json.dumps, values))
-        assert all(text.splitlines()[row.line - 1] for row in rows)
-
-
-@settings(deadline=None)
-@given(st.binary(max_size=200))
-def test_arbitrary_bytes_as_an_array_end(data: bytes) -> None:
-    rows = list(json_rows(io.BytesIO(b"[" + data), max_bytes=80))
-    assert [row.number for row in rows] == list(range(1, len(rows) + 1))
-    assert msgspec.json.encode([row.line for row in rows])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
 import pytest
@@ -97,7 +96,6 @@ CASES = {
     "bf16 pages": kind(torch.bfloat16, (2, 8), 16),
     "fp8 token rows": kind(torch.float8_e4m3fn, (2, 64), 1),
     "more than a block": kind(torch.float32, (4, 40), 16),
-    "rows of 30 bytes": kind(torch.float16, (3, 5), 1),
     "rows of 7 bytes": kind(torch.uint8, (7,), 3),
     "int32 pages": kind(torch.bfloat16, (8,), 4, index_dtype=torch.int32),
     "some heads of a token": kind(torch.bfloat16, (4, 8), 4, band=Band(64, 16, 48)),
@@ -151,100 +149,47 @@ def test_a_cpu_copies_pages_between_any_places(monkeypatch: pytest.MonkeyPatch) 
     check_between(None)
 
 
-def test_views_that_differ_are_not_copied() -> None:
-    one, two = torch.zeros(4, 6, dtype=torch.uint8), torch.ones(4, 8, dtype=torch.uint8)
-    cpu = torch.device("cpu")
-    for views, of, to, message in (
-        (([one], [two]), [0], [0], "on the two sides"),
-        (([one], [one]), [0], [0, 1], "on the two sides"),
-        (([one, two], [one, two]), [0], [0], "views of .* on one side"),
-        (([one.float()], [one]), [0], [0], "a view of torch.float32"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            copy_between(views[0], of, views[1], to, device=cpu)
-    assert not one.any()
-
-
-@interpreted
-def test_no_pages_are_no_launch() -> None:
-    pool = pool_of_pages()
-    none = torch.zeros(0, dtype=torch.int64)
-    slab = torch.zeros(pool.slab_shape(0), dtype=torch.uint8)
-    gather(pool, none, slab)
-    scatter(slab, none, pool)
-
-
-def test_a_page_beyond_the_pool_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    pool = pool_of_pages()
-    slab = torch.zeros(pool.slab_shape(1), dtype=torch.uint8)
-    for call in (
-        lambda: gather(pool, torch.tensor([3]), slab),
-        lambda: scatter(slab, torch.tensor([3]), pool),
-    ):
-        with pytest.raises(IndexError):
-            call()
+BESIDE = "no part of pages of 48 bytes"
 
 
 @pytest.mark.parametrize(
-    ("buffers", "message"),
+    ("buffers", "band", "message"),
     [
-        ([], "a pool of no buffers"),
-        ([torch.zeros(4, 6).T], r"buffer 0 with shape \[6, 4\] and strides \[1, 6\]"),
-        ([torch.zeros(4, 6), torch.zeros(4, 5)], "buffer 1 has 4 pages in 80 bytes"),
-        ([torch.zeros(4, 6), torch.zeros(6, 4)], "buffer 1 has 6 pages in 96 bytes"),
+        ([torch.zeros(4, 6).T], None, r"buffer 0 with shape \[6, 4\] and strides \[1, 6\]"),
+        ([torch.zeros(4, 6), torch.zeros(4, 5)], None, "buffer 1 has 4 pages in 80 bytes"),
+        ([torch.zeros(2, 12)], Band(24, 8, 8), BESIDE),
+        ([torch.zeros(2, 12)], Band(24, 8, 25), BESIDE),
+        ([torch.zeros(2, 12)], Band(24, -1, 8), BESIDE),
     ],
 )
-def test_buffers_that_are_no_pool_are_refused(buffers: list[torch.Tensor], message: str) -> None:
+def test_buffers_that_are_no_pool_are_refused(buffers: Any, band: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PagedPool(buffers)
-
-
-@pytest.mark.parametrize("band", [Band(24, 8, 8), Band(24, 8, 25), Band(20, 0, 4), Band(24, -1, 8)])
-def test_a_band_beyond_its_row_is_refused(band: Band) -> None:
-    with pytest.raises(ValueError, match="are no part of pages of 48 bytes"):
-        PagedPool([torch.zeros(2, 12)], band)
+        PagedPool(buffers, band)
 
 
 @pytest.mark.parametrize(
     ("pages", "slab", "message"),
     [
-        (torch.zeros(1, 1).long(), SLAB, r"pages is \[1, 1\] torch.int64"),
-        (torch.zeros(1), SLAB, "torch.float32; give one dimension"),
-        (torch.zeros(2).long(), SLAB, r"2 pages need \[3, 2, 512\]"),
-        (torch.zeros(1).long(), SLAB.transpose(0, 1), r"1 pages need \[3, 1, 512\]"),
-        (torch.zeros(1).long(), SLAB.float(), r"\[3, 1, 512\] torch.float32; 1 pages need"),
-        (torch.zeros(1).long(), SLAB.repeat(1, 1, 2)[..., ::2], "uint8, contiguous"),
-        (torch.zeros(1).long(), SLAB.to("meta"), "a slab on meta"),
+        ([[0]], SLAB, r"pages is \[1, 1\] torch.int64"),
+        ([0, 0], SLAB, r"2 pages need \[3, 2, 512\]"),
+        ([0], SLAB.transpose(0, 1), r"1 pages need \[3, 1, 512\]"),
+        ([0], SLAB.repeat(1, 1, 2)[..., ::2], "uint8, contiguous"),
+        ([0], SLAB.to("meta"), "a slab on meta"),
+        ([3], SLAB, "out of bounds|out of range"),
     ],
 )
-def test_a_slab_that_does_not_fit_is_refused(
-    pages: torch.Tensor, slab: torch.Tensor, message: str
+def test_slab_that_does_not_fit_is_refused(
+    pages: Any, slab: torch.Tensor, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = pool_of_pages()
-    with pytest.raises(ValueError, match=message):
-        gather(pool, pages, slab)
-    with pytest.raises(ValueError, match=message):
-        scatter(slab, pages, pool)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises((ValueError, IndexError), match=message):
+        gather(pool_of_pages(), torch.tensor(pages), slab)
+    with pytest.raises((ValueError, IndexError), match=message):
+        scatter(slab, torch.tensor(pages), pool_of_pages())
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="no compiler there")
-@pytest.mark.parametrize(
-    ("source_paged", "target_paged"),
-    [(True, False), (False, True), (True, True)],
-    ids=["gather", "scatter", "between pools"],
-)
-def test_the_kernel_moves_16_bytes_at_a_time(source_paged: bool, target_paged: bool) -> None:
-    from sglang_tiered_kernels.compile_all import compile_copy  # loads the compiler
-
-    code = compile_copy(source_paged=source_paged, target_paged=target_paged)
-    for verb in ("ld", "st"):
-        moves = re.findall(rf"{verb}\.global\.v2\.b64", code)
-        assert len(moves) == 4, f"four 16-byte {verb} of each of 128 threads in a block of 8 KiB"
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="no compiler there")
-@pytest.mark.parametrize("band", [None, Band(256, 0, 128), Band(256, 128, 256), Band(256, 3, 8)])
+@pytest.mark.parametrize("band", [None, Band(256, 3, 8)])
 def test_no_copy_waits_for_a_compiler_once_warm(
     band: Band | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,16 +211,10 @@ def test_no_copy_waits_for_a_compiler_once_warm(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_copies_registered_host_memory() -> None:
-    generator = torch.Generator().manual_seed(4)
-    layers = [
-        torch.randint(0, 256, (64, 131072), dtype=torch.uint8, generator=generator).cuda()
-        for _ in range(4)
-    ]
+    layers = [torch.randint(0, 256, (64, 131072), dtype=torch.uint8).cuda() for _ in range(4)]
     host = torch.zeros(64, 4, 131072, dtype=torch.uint8).pin_memory()
-    views = [host[:, layer] for layer in range(4)]
-    of = torch.randperm(64, generator=generator)[:40].tolist()
-    to = torch.randperm(64, generator=generator)[:40].tolist()
-    device = layers[0].device
+    views, device = [host[:, layer] for layer in range(4)], layers[0].device
+    of, to = torch.randperm(64)[:40].tolist(), torch.randperm(64)[:40].tolist()
     copy_between(layers, of, views, to, device=device, max_blocks=32)
     restored = [torch.zeros_like(layer) for layer in layers]
     for layer in range(4):

@@ -60,14 +60,8 @@ def check(
     assert_close(case.run(case.plan(config, num_sms), **options), case.expected())
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(**BATCHES)
-def test_a_few_random_batches_match(**batch: Any) -> None:
-    check(**batch)
-
-
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(**BATCHES)
-def test_many_random_batches_match(**batch: Any) -> None:
-    check(**batch)
+@pytest.mark.parametrize("number", [10, pytest.param(150, marks=pytest.mark.slow)])
+def test_random_batches_match(number: int) -> None:
+    health = [HealthCheck.too_slow]
+    bounds = settings(max_examples=number, deadline=None, suppress_health_check=health)
+    bounds(given(**BATCHES)(check))()

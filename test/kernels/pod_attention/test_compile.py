@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +10,7 @@ import torch
 from compiler_requests import compiler_requests
 from pod_cases import make_case, shape_of, sinks_of
 
-from kit.commands import ran
-from sglang_tiered_kernels.pod_attention import CONFIGS, PodShape, Schedule, make_plan
+from sglang_tiered_kernels.pod_attention import CONFIGS, make_plan
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -21,101 +18,6 @@ pytestmark = [
         os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no compiler"
     ),
 ]
-
-LLAMA = PodShape(32, 8, 128, 1, torch.bfloat16, torch.bfloat16)
-FUSED, PREFILL, DECODE = 3, 1, 2
-# Keys and values in shared memory of a prefill and of a decode loop, and the registers and shared
-# memory at which two thread blocks still share an SM.
-PREFILL_BUFFERS, DECODE_BUFFERS = 3, 2
-REGISTERS, SHARED_BYTES = 255, 113 << 10
-
-
-def compiled(shape: PodShape, config: str, roles: int = FUSED, **options: Any) -> Any:
-    from sglang_tiered_kernels.pod_attention import tuning  # loads the compiler
-
-    return tuning.compile_pod(shape, CONFIGS[config], roles, **options)
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_both_roles_fit_on_an_sm_together(config: str) -> None:
-    made = compiled(LLAMA, config)
-    assert made.ctas_per_sm >= 2, "a prefill and a decode block would never share an SM"
-    assert made.ctas_per_sm >= CONFIGS[config].ctas_per_sm
-    assert made.spill_bytes == 0
-    assert made.tensor_ops > 0, "prefill does not run on the tensor cores' fast path"
-
-
-@pytest.mark.parametrize("page_size", [1, 64], ids=["tokens", "pages"])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_loads_of_keys_and_values_overlap_products(config: str, page_size: int) -> None:
-    # An indirection in the loop takes the pipeline's stages, and then each load is waited for.
-    made = compiled(replace(LLAMA, page_size=page_size), config)
-    num_loops = 2 * 2  # whole steps and masked ones, each with keys and values
-    assert made.buffers == (PREFILL_BUFFERS,) * num_loops + (DECODE_BUFFERS,) * num_loops
-    assert made.waits == (2,) * num_loops, "a step of keys and values stays under way at each wait"
-    assert made.async_copies > 0
-    assert made.spill_bytes == 0
-    assert made.registers <= REGISTERS and made.shared_bytes <= SHARED_BYTES
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "head size 64": {"shape": PodShape(32, 8, 64, 1, torch.bfloat16, torch.bfloat16)},
-    "fp16": {"shape": PodShape(32, 8, 128, 1, torch.float16, torch.float16)},
-    "fp8": {"shape": PodShape(32, 8, 128, 1, torch.bfloat16, torch.float8_e4m3fn)},
-    "pages": {"shape": PodShape(32, 8, 128, 64, torch.bfloat16, torch.bfloat16)},
-    "window, cap and sinks": {"window": True, "logit_cap": True, "sinks": True},
-    "64-bit slots": {"index64": True, "index_dtype": torch.int64},
-    "traced": {"trace": True},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_default_variant_keeps_two_blocks_per_sm(variant: str) -> None:
-    options = dict(VARIANTS[variant])
-    made = compiled(options.pop("shape", LLAMA), "A", **options)
-    assert made.ctas_per_sm >= 2
-    assert made.spill_bytes == 0
-    assert min(made.buffers) >= DECODE_BUFFERS and min(made.waits) >= 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("roles", [PREFILL, DECODE], ids=["prefill", "decode"])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_role_alone_needs_no_more_than_both(config: str, roles: int) -> None:
-    made = compiled(LLAMA, config, roles)
-    assert made.ctas_per_sm >= CONFIGS[config].ctas_per_sm
-    assert made.spill_bytes == 0
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-def test_the_merge_compiles_without_spilling(sinks: bool) -> None:
-    from sglang_tiered_kernels.pod_attention import tuning  # loads the compiler
-
-    made = tuning.compile_merge(LLAMA, sinks=sinks)
-    assert made.spill_bytes == 0
-    assert made.ctas_per_sm >= 8, "it waits for memory, which only other blocks can hide"
-
-
-@pytest.mark.slow
-def test_a_persistent_launch_compiles() -> None:
-    # The loop around the tiles costs registers; it is there for comparison.
-    assert compiled(LLAMA, "D", schedule=Schedule.PERSISTENT).ctas_per_sm >= 2
-
-
-@pytest.mark.slow
-def test_the_report_lists_every_configuration_and_role() -> None:
-    command = [sys.executable, "-W", "error"]
-    command += ["-m", "sglang_tiered_kernels.pod_attention.tuning", "--report"]
-    done = ran(*command, timeout_s=150)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert len(lines) == 2 + 3 * len(CONFIGS)
-
-
-@pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    return compiler_requests(monkeypatch)
 
 
 BATCHES = [
@@ -132,10 +34,11 @@ BATCHES = [
 
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "logit_cap": 5.0, "window": 400}])
 def test_no_batch_makes_a_warm_server_compile_again(
-    requests: list[dict[str, Any]], options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     from sglang_tiered_kernels.pod_attention import launch
 
+    requests = compiler_requests(monkeypatch)
     shape = shape_of(heads=(8, 2), head_dim=128)
     window = options.get("window", -1)
     kind = {
@@ -156,48 +59,10 @@ def test_no_batch_makes_a_warm_server_compile_again(
         # Views into larger buffers begin anywhere.
         indices = torch.cat([torch.zeros(layer % 4, dtype=torch.int64), case.kv_indices])
         launch.run(
-            case.q,
-            case.k_cache,
-            case.v_cache,
-            case.out,
-            case.kv_indptr,
-            indices[layer % 4 :],
+            *(case.q, case.k_cache, case.v_cache, case.out, case.kv_indptr, indices[layer % 4 :]),
             plan,
             prefill=len(plan.prefill_units) > 0,
             decoding=len(plan.decode_units) > 0,
-            schedule=plan.schedule,
-            scale=0.125,
-            v_scale=1,
-            trace=None,
-            **kind,
+            **{"schedule": plan.schedule, "scale": 0.125, "v_scale": 1, "trace": None, **kind},
         )
     assert {request["key"] for request in requests} == warm
-
-
-def test_the_report_compiles_what_a_launch_would(requests: list[dict[str, Any]]) -> None:
-    from sglang_tiered_kernels.pod_attention import launch, tuning
-
-    shape = shape_of(heads=(8, 2), head_dim=128, dtype=torch.bfloat16)
-    case = make_case([40, 1], [7, 90], shape, index_dtype=torch.int32)
-    plan = make_plan([40, 1], [7, 90], shape, num_sms=132, config=CONFIGS["A"])
-    tensors = (case.q, case.k_cache, case.v_cache, case.out, case.kv_indptr, case.kv_indices)
-    launch.run(
-        *tensors,
-        plan,
-        prefill=True,
-        decoding=True,
-        schedule=Schedule.TICKET,
-        scale=0.125,
-        v_scale=1.0,
-        sinks=None,
-        logit_cap=0.0,
-        trace=None,
-    )
-    request = requests[0]
-    constants = launch.constants(shape, plan.config, roles=FUSED)
-    types, attributes = tuning.signature(
-        shape, {k: v for k, v in constants.items() if k not in launch.COMPILER_OPTIONS}
-    )
-    assert request["signature"] == types
-    (configs,) = request["configs"]
-    assert {place: attrs for place, attrs in configs.items() if attrs} == attributes

@@ -36,80 +36,59 @@ def check(
     assert padding.isnan().all(), "tokens beyond the batch's were written"
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 127])
-def test_prompts_of_odd_lengths_match_the_reference(length: int) -> None:
-    check(extend=[length, length, 2], prefix=[0, 45, 62], shape={"heads": (2, 1)})
-
-
-@pytest.mark.parametrize("length", [1, 31, 32, 63, 64, 65, 127])
-def test_decodes_at_the_edges_of_steps_and_splits(length: int) -> None:
-    check(extend=[1, 1], prefix=[length, 129], shape={})
-
-
-@pytest.mark.parametrize("page_size", [1, 16, 32, 64])
-def test_pages_are_read_through_slots_and_by_address(page_size: int) -> None:
-    check(extend=EXTEND, prefix=PREFIX, shape={"heads": (2, 1), "page_size": page_size})
-
-
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (8, 1), (20, 1), (6, 2)])
-def test_each_query_head_reads_its_own_kv_head(heads: tuple[int, int]) -> None:
-    check(extend=[35, 1, 1], prefix=[10, 22, 100], shape={"heads": heads})
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"dtype": torch.bfloat16},
-        {"kv_dtype": FP8},
-        {"kv_dtype": torch.float8_e5m2},
-        {"dtype": torch.bfloat16, "kv_dtype": FP8},
-        {"head_dim": 128, "heads": (2, 1)},
-    ],
-    ids=["bf16", "fp16 on e4m3", "fp16 on e5m2", "bf16 on e4m3", "128"],
-)
-def test_dtypes_and_head_sizes(shape: dict[str, Any]) -> None:
-    check(extend=EXTEND, prefix=PREFIX, shape=shape)
-
-
-@pytest.mark.parametrize("window", [0, 1, 31, 40, 63, 1000])
-@pytest.mark.parametrize("page_size", [1, 64])
-def test_keys_behind_the_window_are_never_read(window: int, page_size: int) -> None:
-    shape = {"heads": (2, 1), "page_size": page_size}
-    check(extend=EXTEND, prefix=PREFIX, shape=shape, window=window)
-
-
-@pytest.mark.parametrize("window", [133, 134, 135])
-def test_a_window_may_begin_at_a_steps_edge(window: int) -> None:
-    # The last query sees the keys from 66, 65 and 64 on; steps are of 32 keys.
-    check(extend=[20], prefix=[180], shape={"heads": (2, 1)}, window=window)
-
-
 ALL = {"window": 90, "sinks": True, "logit_cap": 4.0, "k_scale": 0.5, "v_scale": 2.0}
+SMALL_HEADS = {"heads": (2, 1)}
+BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        pytest.param({}, {"logit_cap": 3.0, "sm_scale": 0.125}, id="a cap bends scores"),
-        pytest.param({}, {"logit_cap": 3.0, "sm_scale": 50.0}, id="and saturates"),
-        pytest.param({"kv_dtype": FP8}, {"k_scale": 0.25, "v_scale": 3.0}, id="scales, once"),
-        pytest.param({}, {"sinks": True, "v_scale": 2.0}, id="sinks join each denominator once"),
-        pytest.param({}, {"sm_scale": 60.0}, id="scores far from zero neither overflow nor vanish"),
-        pytest.param({"heads": (8, 2), "page_size": 64, "kv_dtype": FP8}, ALL, id="all at once"),
-        *(pytest.param({}, {"schedule": one}, id=one.name.lower()) for one in Schedule),
-    ],
-)
-def test_features_match(shape: dict[str, Any], options: dict[str, Any]) -> None:
-    check(extend=EXTEND, prefix=PREFIX, shape=shape, **options)
+def batch(extend: list[int], prefix: list[int], **shape: Any) -> dict[str, Any]:
+    return {"extend": extend, "prefix": prefix, "shape": shape}
 
 
-@pytest.mark.parametrize(
-    ("extend", "prefix"),
-    [([33, 20], [0, 40]), ([1, 1], [5, 100]), ([], []), ([0, 0], [9, 0]), ([1], [0])],
-    ids=["only prefill", "only decode", "no rows", "no tokens", "one first token"],
-)
-def test_an_empty_role_leaves_nothing_unwritten(extend: list[int], prefix: list[int]) -> None:
-    check(extend=extend, prefix=prefix, shape={})
+def mixed(shape: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    return {"extend": EXTEND, "prefix": PREFIX, "shape": shape or {}, **options}
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    **{
+        f"prompts of {n}": batch([n, n, 2], [0, 45, 62], heads=(2, 1))
+        for n in (1, 31, 32, 33, 63, 127)
+    },
+    **{f"decodes at {n}": batch([1, 1], [n, 129]) for n in (1, 31, 32, 63, 64, 65, 127)},
+    **{f"pages of {n}": mixed(SMALL_HEADS | {"page_size": n}) for n in (1, 16, 32, 64)},
+    **{
+        f"{q} heads over {kv}": batch([35, 1, 1], [10, 22, 100], heads=(q, kv))
+        for q, kv in ((2, 2), (4, 1), (8, 1), (20, 1), (6, 2))
+    },
+    **{
+        f"a window of {n} over pages of {size}": mixed(SMALL_HEADS | {"page_size": size}, window=n)
+        for n in (0, 1, 31, 40, 63, 1000)
+        for size in (1, 64)
+    },
+    "bf16": mixed({"dtype": BF16}),
+    "fp16 on e4m3": mixed({"kv_dtype": FP8}),
+    "fp16 on e5m2": mixed({"kv_dtype": torch.float8_e5m2}),
+    "bf16 on e4m3": mixed({"dtype": BF16, "kv_dtype": FP8}),
+    "heads of 128": mixed({"head_dim": 128, "heads": (2, 1)}),
+    "a cap bends scores": mixed(logit_cap=3.0, sm_scale=0.125),
+    "and saturates": mixed(logit_cap=3.0, sm_scale=50.0),
+    "scales, once": mixed({"kv_dtype": FP8}, k_scale=0.25, v_scale=3.0),
+    "sinks join each denominator once": mixed(sinks=True, v_scale=2.0),
+    "scores far from zero neither overflow nor vanish": mixed(sm_scale=60.0),
+    "all at once": mixed({"heads": (8, 2), "page_size": 64, "kv_dtype": FP8}, **ALL),
+    **{one.name.lower(): mixed(schedule=one) for one in Schedule},
+    "only prefill": batch([33, 20], [0, 40]),
+    "only decode": batch([1, 1], [5, 100]),
+    "no rows": batch([], []),
+    "no tokens": batch([0, 0], [9, 0]),
+    "one first token": batch([1], [0]),
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_kernel_equals_the_reference(row: dict[str, Any]) -> None:
+    """And leaves nothing of the batch unwritten, and reads no key behind the window."""
+    check(**row)
 
 
 @interpreted

@@ -58,12 +58,6 @@ def test_kernel_rotates_heads_in_place(q_heads: int, k_heads: int, rotary: int, 
     check(torch.float32, q_heads, k_heads, rotary, neox=neox, device="cpu")
 
 
-@interpreted
-def test_kernel_takes_a_batch_without_tokens() -> None:
-    none = torch.zeros(0, 2, HEAD)
-    rotate(none, none, torch.zeros(0, dtype=torch.int64), torch.zeros(4, HEAD), neox=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("neox", [True, False])

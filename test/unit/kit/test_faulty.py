@@ -36,3 +36,17 @@ def test_flipped_bit_and_short_transfers(tmp_path: Path) -> None:
     assert buffer[1] == 2
     assert faulty.readv(fd, [buffer], 0) == 4096
     faulty.close(fd)
+
+
+def test_same_seed_same_failures(tmp_path: Path) -> None:
+    def outcomes(seed: int) -> list[bool]:
+        faulty, results = device(tmp_path, seed=seed, failure_rate=0.5), [True] * 50
+        for number in range(50):
+            try:
+                faulty.free_bytes()
+            except OSError:
+                results[number] = False
+        return results
+
+    assert outcomes(1) == outcomes(1) != outcomes(2)
+    assert 10 < sum(outcomes(1)) < 40
