@@ -114,16 +114,6 @@ def test_least_numbers_and_first_bytes_count() -> None:
     assert ranks.ask() == expected, "it has ended, and keeps its answer alone"
 
 
-def test_refusal_is_an_answer_like_others() -> None:
-    def begin(_: int) -> Steps:
-        yield []
-        raise CallError("full", 409)
-
-    ranks = Ranks(begin)
-    for _ in range(2):
-        assert ranks.ask(rid="r") == [{"error": "full", "status": 409}] * NUM_RANKS
-
-
 def test_ended_calls_give_way_to_those_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_MAX_ENTRIES", 2)
     ends = False

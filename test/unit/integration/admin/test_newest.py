@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from kit.openapi import check_answer
-from sglang_tiered.api import CallError
 from sglang_tiered.integration.admin.newest import TAIL_BYTES, newest_requests
 from sglang_tiered.request_log import RequestLogConfig, older
 from sglang_tiered.request_record import VERSION, RequestRecord, Sources
@@ -48,26 +46,3 @@ def test_minute_beyond_what_is_read_says_so(tmp_path: Path) -> None:
     path.write_bytes(b"".join(line(10_000 + n, NOW) for n in range(num_lines)))
     minute = newest_requests(RequestLogConfig(path=str(path)), 1, now=NOW).minute
     assert not minute.is_whole and 0 < minute.num_requests < num_lines
-
-
-def test_many_replicas_read_no_more_than_one(tmp_path: Path) -> None:
-    config = RequestLogConfig(path=str(tmp_path / "log"), num_replicas=8)
-    text = b"".join(line(10_000 + n, NOW) for n in range(TAIL_BYTES // len(line(10_000, NOW))))
-    for replica in range(8):
-        config.file_of(replica).write_bytes(text)
-    minute = newest_requests(config, 1, now=NOW).minute
-    assert len(text) / len(line(10_000, NOW)) * 0.9 < minute.num_requests <= len(text)
-    assert minute.num_requests * len(line(10_000, NOW)) <= TAIL_BYTES
-
-
-def test_rename_while_reading_tells_nothing_twice(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(line(1, NOW))
-    older(path).hardlink_to(path)  # as the reader sees it, between two opens
-    assert len(newest_requests(RequestLogConfig(path=str(path)), 9, now=NOW).requests) == 1
-
-
-def test_server_without_lines_says_how_to_start() -> None:
-    with pytest.raises(CallError, match="--tier-log-requests FILE") as caught:
-        newest_requests(None, 1)
-    assert caught.value.status == 404

@@ -15,12 +15,11 @@ from sglang.srt.managers.io_struct import PdRoleSwitchReqInput, PdRoleSwitchReqO
 
 from sglang_tiered.integration.admin import role_switch
 from sglang_tiered.integration.admin.role_switch import (
-    TOLD_S,
     ModelDoor,
     around_switch,
     is_draining,
 )
-from sglang_tiered.policy.server_costs import FRESH_S, IN_PROGRESS, NOT_IDLE, switch_key
+from sglang_tiered.policy.server_costs import IN_PROGRESS, NOT_IDLE, switch_key
 
 DECODE = PdRoleSwitchReqInput(new_role="decode")
 BROKEN = "role switch failed; instance unhealthy"
@@ -65,10 +64,6 @@ class Server:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(role_switch, "TOLD_S", 0.02)
     monkeypatch.setattr(role_switch, "DRAINED_S", 0.5)
-
-
-def test_door_shuts_when_every_picker_knows() -> None:
-    assert TOLD_S > FRESH_S, "or counts no more on what the server said before"
 
 
 def test_switch_waits_for_the_last_request() -> None:
@@ -150,8 +145,7 @@ def test_busy_server_keeps_its_role() -> None:
 def test_final_refusal_comes_at_once(after: int) -> None:
     server = Server(*["ok"] * (after - 1), "zmq cannot")
     assert server.ask().message == "zmq cannot"
-    assert len(server.asked) == after
-    assert not is_draining(server)
+    assert len(server.asked) == after and not is_draining(server)
 
 
 def test_broken_switch_gets_no_more_requests() -> None:
@@ -175,15 +169,6 @@ def test_second_order_ends_no_drain_of_the_first() -> None:
 
     assert asyncio.run(both()).success
     assert server.asked == [(True, False), (True, True), (False, True)]
-
-
-@pytest.mark.parametrize(("role", "prepares"), [("decode", False), ("prefill", True)])
-def test_preparing_or_staying_drains_nothing(role: str, prepares: bool) -> None:
-    server = Server("ready", running=1)
-    server.role = role
-    message = PdRoleSwitchReqInput(new_role="decode", prepare_only=prepares)
-    assert server.ask(message).success
-    assert server.asked == [(True, False)]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
