@@ -9,7 +9,6 @@ import pytest
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
-    GetInternalStateReq,
     LoadLoRAAdapterReqInput,
     PdRoleSwitchReqInput,
     PdRoleSwitchReqOutput,
@@ -24,7 +23,6 @@ from sglang.srt.managers.scheduler_components.weight_updater import (
 
 from sglang_tiered.integration import scheduler_messages
 from sglang_tiered.integration.admin.control import Control
-from sglang_tiered.integration.attention import pod
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
 from sglang_tiered.integration.hooks import Hooks
@@ -149,13 +147,6 @@ def test_session_that_flushes_nothing_ends_with_stores(server: Server) -> None:
     assert server.told == [False, True, True]
 
 
-def test_refused_update_call_costs_nothing_stored(server: Server) -> None:
-    server.result = REFUSED
-    server.send(PART)
-    server.send(BEGIN)
-    assert server.told == []
-
-
 def test_session_that_wanted_a_flush_gets_it(
     monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
@@ -203,15 +194,6 @@ def of_sglang(dispatch: Any, **more: Any) -> SchedulerMessages:
     """Of a scheduler without tiers."""
     scheduler = SimpleNamespace(tree_cache=object(), _request_dispatcher=dispatch, **more)
     return SchedulerMessages(scheduler, Control())
-
-
-def test_server_info_shows_pod_only_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pod.PodAttention.statistics, "serving", False)
-    send = of_sglang(lambda _: SimpleNamespace(internal_state={}))
-    assert send(GetInternalStateReq()).internal_state == {}
-    monkeypatch.setattr(pod.PodAttention.statistics, "serving", True)
-    shown = send(GetInternalStateReq()).internal_state
-    assert shown["sglang_tiered_pod"]["forwards"] == 0
 
 
 def test_adapter_that_failed_to_load_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,12 +40,6 @@ def test_host_pool_is_of_small_shared_pages(monkeypatch: pytest.MonkeyPatch) -> 
     assert "sh" not in flags and "hg" in flags
 
 
-def test_operators_choice_of_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(THREADS, "0")
-    start._use_huge_pages()
-    assert "sh" in flags_at(alloc_mmap((NUM_BYTES,), torch.uint8).data_ptr())
-
-
 def test_staging_is_of_small_shared_pages() -> None:
     memory = aligned_buffer(NUM_BYTES)
     flags = flags_at(ctypes.addressof(ctypes.c_char.from_buffer(memory)))

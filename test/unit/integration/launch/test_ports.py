@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from server_process import free_port, free_ports
+from server_process import free_ports
 from sglang_tiered import launch_server
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.launch.ports import check_ports
@@ -72,10 +72,3 @@ def test_ports_of_kv_events_are_looked_at(taken: int) -> None:
             check_ports({**replicas, **given})
     check_ports({**FREE, **events_at(f"tcp://127.0.0.1:{taken}")})  # connected to, not bound
     check_ports({**FREE, "kv_events_config": "no JSON"})
-
-
-def test_one_port_given_to_two_is_refused() -> None:
-    free = free_port()
-    given = {"port": free, "disaggregation_bootstrap_port": free}
-    with pytest.raises(ConfigError, match=f"-bootstrap-port {free} is the port of --port too"):
-        check_ports({**given, "disaggregation_mode": "prefill"})
