@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,18 +71,6 @@ def test_every_step_of_a_batch_equals_torch_native(dtype: torch.dtype, window: i
         torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-def test_an_fp8_pool_equals_torch_native() -> None:
-    world = World(mha_pool(torch.float8_e4m3fn))
-    layer = radix_layer()
-    native, ours = TorchNativeAttnBackend(world.runner), ReferenceAttnBackend(world.runner)
-    for mode, steps in STEPS[:3]:
-        batch = world.forward_batch(mode, steps)
-        tensors = qkv(sum(steps))
-        torch.testing.assert_close(
-            run(ours, batch, layer, *tensors), run(native, batch, layer, *tensors)
-        )
-
-
 def test_layer_without_own_keys_does_not_write() -> None:
     world = World(mha_pool())
     layer = radix_layer()
@@ -97,22 +84,6 @@ def test_layer_without_own_keys_does_not_write() -> None:
     # As SGLang's hybrid linear-attention backend calls the one it wraps.
     ours.forward_extend(query, key + 1, value, layer, batch, False)
     assert torch.equal(world.pool.k_buffer[0].nan_to_num(), written.nan_to_num())
-
-
-def test_shared_layers_keep_one_plan_per_window() -> None:
-    world = World(mha_pool(layers=3))
-    layers = [radix_layer(layer_id=i, sliding_window_size=w) for i, w in enumerate([-1, 8, -1])]
-    ours = ReferenceAttnBackend(world.runner)
-    for mode, steps in STEPS[:3]:
-        batch = world.forward_batch(mode, steps)
-        ours.init_forward_metadata(batch)
-        outs = []
-        tensors = qkv(sum(steps))
-        for layer in layers:
-            outs.append(ours.forward(*tensors, layer, batch))
-        assert torch.equal(outs[0], outs[2])
-        assert not torch.equal(outs[0], outs[1])
-    assert len(ours._rows.plans) == 2
 
 
 def test_soft_cap_and_sinks_reach_the_scores() -> None:
@@ -197,19 +168,6 @@ def test_an_encoder_only_layer_sees_later_tokens() -> None:
     expected = run(TorchNativeAttnBackend(world.runner), batch, layer, *tensors)
     actual = run(ReferenceAttnBackend(world.runner), batch, layer, *tensors)
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-6)
-
-
-def test_idle_batch_needs_no_metadata() -> None:
-    world = World(mha_pool())
-    idle = SimpleNamespace(
-        forward_mode=ForwardMode.IDLE,
-        out_cache_loc=torch.empty(0, dtype=torch.int64),
-        req_pool_indices=torch.empty(0, dtype=torch.int64),
-        seq_lens=torch.empty(0, dtype=torch.int64),
-        encoder_lens=None,
-    )
-    out = run(ReferenceAttnBackend(world.runner), idle, radix_layer(), *qkv(0))  # type: ignore[arg-type]
-    assert out.shape == (0, HEADS * DIM)
 
 
 def test_unsupported_attention_is_refused() -> None:

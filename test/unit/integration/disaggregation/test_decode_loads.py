@@ -13,7 +13,6 @@ from cache_world import PAGE, CacheWorld, cache_world
 from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
-from sglang.srt.mem_cache.cpp_utils.native_hash import _load_native_hash_module
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration.cache.load_scheduler import GIVES_WAY_STEPS
@@ -94,12 +93,6 @@ def decode(
         disaggregation_decode_enable_radix_cache=True,
     ) as world:
         yield Decode(world)
-
-
-def test_page_hash_is_compiled_before_requests(decode: Decode) -> None:
-    _load_native_hash_module.cache_clear()
-    decode.cache._make_tiering(decode.cache.storage)
-    assert _load_native_hash_module.cache_info().currsize == 1
 
 
 def test_only_pages_in_memory_are_promised(decode: Decode) -> None:

@@ -14,7 +14,6 @@ from kit.waiting import eventually
 from sglang_tiered.integration.disaggregation.handed_model import (
     REPLACED,
     STALE,
-    UNKNOWN,
     HandedAdapters,
     HandedModel,
     WeightUpdate,
@@ -154,12 +153,6 @@ def test_prefill_with_old_kv_hands_nothing_over(
     assert first.says() == second.says()
 
 
-def test_unknown_weights_say_so(tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert Server(tmp_path / "kv", empty).says()[1] == UNKNOWN
-
-
 def test_declared_model_follows_the_weight_version(tmp_path: Path) -> None:
     one, two = (Server(tmp_path / name, tmp_path, name="demo") for name in "ab")
     assert one.model == two.model
@@ -204,12 +197,6 @@ def test_adapters_of_one_name_go_by_files(servers: Servers, tmp_path: Path, cont
     second.note_loaded("2", files(tmp_path / "b", content), "x")
     assert known(first, "1") != b""
     assert (known(first, "1") == known(second, "2")) == (content == b"adapter")
-
-
-def test_adapter_from_tensors_has_no_equal(servers: Servers) -> None:
-    for server in servers:
-        server.note_loaded("1", None, "x")
-    assert servers[0].digest_of("1") != servers[1].digest_of("1")
 
 
 def test_adapter_of_the_start_differs_from_none(tmp_path: Path) -> None:

@@ -182,20 +182,6 @@ def test_a_replica_knows_its_own_number(rank: Rank, method: str) -> None:
             manager.teardown()
 
 
-def test_other_role_begins_where_the_first_ended(rank: Rank) -> None:
-    """The bootstrap server of a decode server is there for the day when it is prefill's."""
-    ports = []
-    for _ in range(2):
-        for role in (DECODE, PREFILL):
-            manager = rank.make(role)
-            assert rank.route().ok == (role is PREFILL or bool(ports))
-            if role is PREFILL:
-                ports.append(manager.endpoint.control_port)
-                assert rank.route().json()["rank_port"] == ports[-1]
-            manager.teardown()
-    assert len(ports) == 2
-
-
 def test_replaced_weights_stay_replaced_after_a_switch(rank: Rank) -> None:
     """A manager that read the files of the start again handed over KV of others as theirs."""
 
@@ -213,11 +199,3 @@ def test_replaced_weights_stay_replaced_after_a_switch(rank: Rank) -> None:
     assert second.adapters is first.adapters, "those that were loaded while it ran"
     assert model_of(second) == replaced
     second.teardown()
-
-
-def test_series_go_on_after_a_switch(rank: Rank) -> None:
-    """prometheus-client refuses a second family of the same name."""
-    for role in (PREFILL, DECODE, PREFILL):
-        manager = rank.make(role)
-        eventually(lambda manager=manager: rank.handoffs._exported is manager.endpoint)
-        manager.teardown()

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
-from sglang.srt.managers.kv_hints import KvHintAction, KvHintsEnvelope
+from sglang.srt.managers.kv_hints import KvHintsEnvelope
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -61,11 +61,6 @@ def test_names_that_an_endpoint_knows_stay(client: TestClient) -> None:
     assert found["session_id"] == "s"
 
 
-@pytest.mark.parametrize("value", ["", None, []])
-def test_empty_salt_counts_as_none(client: TestClient, value: Any) -> None:
-    assert ask(client, EmbeddingReqInput(text="Hi"), cache_salt=value)[0] == 200
-
-
 @pytest.mark.parametrize(
     ("made", "names", "part"),
     [
@@ -82,44 +77,6 @@ def test_tenant_that_cannot_be_kept_apart_is_refused(
     assert status == 400
     assert part in answer["detail"]
     assert isinstance(BodyRefused("x"), ValueError) and str(BodyRefused("x")) == "x"
-
-
-def test_request_without_http_has_no_names() -> None:
-    made = GenerateReqInput(text="Hi")
-    carry(made, None)
-    assert made.cache_salt is None
-
-
-OVERRIDES = "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES"
-
-
-@pytest.mark.parametrize(("allowed", "priority"), [("1", 7), ("0", 3)])
-def test_headers_reach_every_endpoint_if_allowed(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch, allowed: str, priority: int
-) -> None:
-    """SGLang reads them at ``/generate`` and for chats only."""
-    monkeypatch.setenv(OVERRIDES, allowed)
-    MADE["request"] = made = GenerateReqInput(text="Hi", priority=3)
-    told = {"x-override-priority": "7", "x-override-bootstrap-room": "9"}
-    assert client.post("/", json={"model": "m", "messages": []}, headers=told).status_code == 200
-    assert (made.priority, made.bootstrap_room) == (priority, 9 if allowed == "1" else None)
-
-
-def test_header_that_is_no_number_is_refused(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(OVERRIDES, "1")
-    MADE["request"] = GenerateReqInput(text="Hi")
-    told = {"x-override-priority": "high"}
-    answer = client.post("/", json={"model": "m", "messages": []}, headers=told)
-    assert answer.status_code == 400 and "x-override-priority" in answer.json()["detail"]
-
-
-HINTS = KvHintsEnvelope(
-    protocol_version="3",
-    message_id="m",
-    actions=[KvHintAction(action_id="a", action_type="other", action_version="2")],
-)
 
 
 def receive(hints: KvHintsEnvelope | None, **fields: Any) -> tuple[Req, KvHintsEnvelope | None]:
@@ -141,21 +98,7 @@ def test_id_reaches_a_schedulers_request() -> None:
     assert hints is not None and len(hints.actions) == 1
 
 
-def test_hints_of_others_stay_as_they_were() -> None:
-    request, hints = receive(HINTS, conversation_id="chat")
-    assert conversation_of(request) == "chat"
-    assert (hints.protocol_version, hints.message_id) == ("3", "m")
-    assert hints.actions[:1] == HINTS.actions
-    request, hints = receive(HINTS)
-    assert hints == HINTS and conversation_of(request) is None
-
-
 @pytest.mark.parametrize("bad", ["", "x" * (MAX_ID_BYTES + 1), "\ud800", 7])
 def test_unusable_id_never_fails_a_request(bad: Any) -> None:
     request, hints = receive(None, conversation_id=bad)
     assert (conversation_of(request), hints) == (None, None)
-
-
-def test_session_id_serves_where_there_is_no_other() -> None:
-    assert conversation_of(receive(None, session_id="s")[0]) == "s"
-    assert conversation_of(receive(None, session_id="s", conversation_id="chat")[0]) == "chat"

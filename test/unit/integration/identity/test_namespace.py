@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from host_pools import storage_config
 from sglang.srt import runtime_context
 from sglang.srt.arg_groups.fields.model import Model
@@ -22,6 +23,8 @@ from sglang_tiered.integration.identity import file_digests, namespace
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
 
 TIMEOUT_S = 20.0
+INT8 = {"transfer_codec": "int8"}
+DECODE, PREFILL = ({"disaggregation_mode": role} for role in ("decode", "prefill"))
 IDENTITY: dict[str, Any] = {"model": "abc", "weight_version": "default", "tp": [0, 2]}
 
 
@@ -58,6 +61,9 @@ def digest(identity: dict[str, Any] = IDENTITY, **pool: Any) -> bytes:
 )
 def test_other_geometry_is_another_namespace(change: dict[str, Any]) -> None:
     assert digest(**change) != digest()
+    beside = {"kv": namespace.describe_pool(make_pool())}
+    beside["swa"] = namespace.describe_pool(make_pool(**change))
+    assert namespace.digest(IDENTITY, beside) != digest()
 
 
 @pytest.mark.parametrize(
@@ -65,18 +71,6 @@ def test_other_geometry_is_another_namespace(change: dict[str, Any]) -> None:
 )
 def test_other_identity_is_another_namespace(change: dict[str, Any]) -> None:
     assert digest({**IDENTITY, **change}) != digest()
-
-
-def test_second_pool_is_part_of_the_namespace() -> None:
-    one = {"kv": namespace.describe_pool(make_pool())}
-    two = {**one, "swa": namespace.describe_pool(make_pool(layer_num=4))}
-    assert namespace.digest(IDENTITY, one) != namespace.digest(IDENTITY, two)
-
-
-def test_weights_changed_in_place_get_new_namespaces() -> None:
-    start = digest()
-    seen = {start, *(namespace.successor(start) for _ in range(10))}
-    assert len(seen) == 11
 
 
 @pytest.fixture
@@ -88,48 +82,35 @@ def model(tmp_path: Path) -> Path:
     return root
 
 
-def answer(identity: dict[str, Any], directory: Path) -> bytes:
-    found = NamespaceSearch(identity, {}, directory, patience_s=TIMEOUT_S).answer
-    assert found is not None
-    return found
-
-
-def start_anew() -> None:
-    """Be a process that has not looked at any file."""
-    namespace._loaded_model.cache_clear()
-    namespace._loaded_files.cache_clear()
-
-
 @pytest.fixture
 def identify(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
     """The namespace of a process with these settings, by SGLang's own published configuration."""
     # Tests of weight updates leave it set in a process that runs them, too.
     monkeypatch.setattr(namespace, "_files_are_old", False)
 
-    def identify(*, anew: bool = True, **settings: Any) -> bytes:
-        if anew:
-            start_anew()
+    def identify(make: Any = None, *, anew: bool = True, **settings: Any) -> bytes:
+        if anew:  # as a process that has not looked at any file
+            namespace._loaded_model.cache_clear()
+            namespace._loaded_files.cache_clear()
         with get_context().override_server_args(**{"model_path": str(model), **settings}):
-            identity = namespace.server_identity(storage_config())
-        return answer(identity, tmp_path / "kv")
+            identity = make() if make else namespace.server_identity(storage_config())
+        found = NamespaceSearch(identity, {}, tmp_path / "kv", patience_s=TIMEOUT_S).answer
+        assert found is not None
+        return found
 
     return identify
 
 
 @pytest.fixture
-def handed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
+def handed(identify: Callable[..., bytes]) -> Callable[..., bytes]:
     """The digest that goes with a handoff of such a process."""
-    monkeypatch.setattr(namespace, "_files_are_old", False)
 
-    def identify(
+    def handed(
         name: str | None = None, kv: str = "bfloat16", *, draft: bool = False, **settings: Any
     ) -> bytes:
-        start_anew()
-        with get_context().override_server_args(**{"model_path": str(model), **settings}):
-            identity = namespace.handoff_identity(name, kv, with_draft=draft)
-        return answer(identity, tmp_path / "kv")
+        return identify(lambda: namespace.handoff_identity(name, kv, with_draft=draft), **settings)
 
-    return identify
+    return handed
 
 
 def weights(folder: Path, content: bytes) -> Path:
@@ -142,48 +123,30 @@ def adapter(path: Path) -> SimpleNamespace:
     return SimpleNamespace(lora_id="ab" * 16, lora_name="a", lora_path=str(path))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"kv_cache_dtype": "fp8_e5m2"},
-        {"dtype": "float32"},
-        {"quantization": "fp8"},
-        {"json_model_override_args": '{"rope_theta": 1}'},
-        {"context_length": 4096},
-        {"load_format": "bitsandbytes"},
-        {"model_loader_extra_config": '{"pattern": "x"}'},
-        {"model_impl": "transformers"},
-        {"modelopt_quant": "fp8"},
-        {"quantize_and_serve": True},
-        {"qsa_indexer_dtype": "fp8_e4m3"},
-        {"custom_weight_loader": ["a.b"]},
-        {"kt_method": "AMXINT8"},
-        {"kt_num_gpu_experts": 4},
-        {"kt_max_deferred_experts_per_token": 2},
-        {"enable_w4a4_mxfp4_megamoe": True},
-        {"enforce_shared_experts_fusion": True},
-        {"mamba_ssm_dtype": "bfloat16"},
-        {"prefill_kv_cache_dequant_dtype": "bfloat16"},
-        {"enable_precise_embedding_interpolation": True},
-        {"enable_tf32_matmul": True},
-        {"enable_decoder_swa_bounded_replay": True},
-        {"rl_on_policy_target": "fsdp"},
-        {"flashinfer_a2a_dispatch_type": "nvfp4"},
-        {"experts_shared_outer_loras": True},
-        {"speculative_enable_w4a4_mxfp4_megamoe": True},
-        {"speculative_algorithm": "EAGLE"},
-        {"speculative_draft_kv_cache_dtype": "fp8_e4m3"},
-        {"speculative_draft_model_quantization": "fp8"},
-        {"speculative_draft_window_size": 128},
-        {"weight_version": "v2"},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
+SETTINGS = """
+kv_cache_dtype=fp8_e5m2 dtype=float32 quantization=fp8 context_length=4096 weight_version=v2
+json_model_override_args='{"rope_theta":1}' model_loader_extra_config='{"pattern":"x"}'
+load_format=bitsandbytes model_impl=transformers modelopt_quant=fp8 quantize_and_serve=true
+qsa_indexer_dtype=fp8_e4m3 custom_weight_loader=[a.b] rl_on_policy_target=fsdp
+kt_method=AMXINT8 kt_num_gpu_experts=4 kt_max_deferred_experts_per_token=2
+enable_w4a4_mxfp4_megamoe=true enforce_shared_experts_fusion=true mamba_ssm_dtype=bfloat16
+prefill_kv_cache_dequant_dtype=bfloat16 enable_precise_embedding_interpolation=true
+enable_tf32_matmul=true enable_decoder_swa_bounded_replay=true
+flashinfer_a2a_dispatch_type=nvfp4 experts_shared_outer_loras=true
+speculative_enable_w4a4_mxfp4_megamoe=true speculative_algorithm=EAGLE
+speculative_draft_kv_cache_dtype=fp8_e4m3 speculative_draft_model_quantization=fp8
+speculative_draft_window_size=128
+"""
+
+
+@pytest.mark.parametrize("setting", SETTINGS.split(), ids=lambda setting: setting.split("=")[0])
 def test_every_meaningful_setting_is_in_the_identity(
-    identify: Callable[..., bytes], settings: dict[str, Any]
+    identify: Callable[..., bytes], setting: str
 ) -> None:
-    assert identify() == identify()
-    assert identify(**settings) != identify()
+    name, _, value = setting.partition("=")
+    before = identify()
+    assert identify() == before
+    assert identify(**{name: yaml.safe_load(value)}) != before
 
 
 @pytest.mark.parametrize("name", namespace._VARIABLES)
@@ -197,22 +160,6 @@ def test_variable_that_changes_numbers_counts(
     assert identify() != before
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"download_dir": "/somewhere"},
-        {"weight_loader_disable_mmap": True},
-        {"modelopt_export_path": "/somewhere"},
-        {"startup_weight_load_mode": "overlap"},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_loading_options_do_not_change_the_identity(
-    identify: Callable[..., bytes], settings: dict[str, Any]
-) -> None:
-    assert identify(**settings) == identify()
-
-
 def test_settings_left_out_are_settings_that_sglang_has() -> None:
     """One that was renamed would come back under its new name."""
     apart = namespace._PLACES | namespace._FILES | namespace._WITHOUT_MEANING
@@ -222,12 +169,8 @@ def test_settings_left_out_are_settings_that_sglang_has() -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        "quantization_param_path",
-        "decrypted_config_file",
-        "decrypted_draft_config_file",
-        "rl_quant_profile",
-        "modelopt_checkpoint_restore_path",
-        "kt_weight_path",
+        *("quantization_param_path", "decrypted_config_file", "decrypted_draft_config_file"),
+        *("rl_quant_profile", "modelopt_checkpoint_restore_path", "kt_weight_path"),
         "uno_lora_path",
     ],
 )
@@ -272,9 +215,24 @@ def test_folder_in_a_setting_counts_by_its_bytes(
     ids=lambda settings: next(iter(settings)),
 )
 def test_weights_that_come_from_no_file_start_anew(
-    identify: Callable[..., bytes], settings: dict[str, Any]
+    identify: Callable[..., bytes], handed: Callable[..., bytes], settings: dict[str, Any]
 ) -> None:
     assert identify(**settings) != identify(**settings)
+    assert handed(**settings) != handed(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "float32"}, {"quantization": "fp8"}, {"weight_version": "v2"}, {"kv": "float16"}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_other_formats_are_another_model(
+    handed: Callable[..., bytes], model: Path, settings: dict[str, Any]
+) -> None:
+    before = handed()
+    assert handed() == before != handed(**settings)
+    weights(model, b"retrain")
+    assert handed() != before
 
 
 def test_code_of_no_file_starts_anew(
@@ -313,27 +271,16 @@ def test_storage_attached_after_an_update_ignores_files(
 def test_renamed_sglang_setting_stops_the_server(
     monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
+    name = "speculative_draft_kv_cache_dtype"
     with get_context().override_server_args(model_path=str(model)):
-        spec = {
-            name: getattr(runtime_context.get_spec(), name)
-            for name in Spec.__struct_fields__
-            if name != "speculative_draft_kv_cache_dtype"
-        }
-        monkeypatch.setattr(runtime_context, "get_spec", lambda: SimpleNamespace(**spec))
-        with pytest.raises(AttributeError, match="speculative_draft_kv_cache_dtype"):
+        spec = runtime_context.get_spec()
+        others = {each: getattr(spec, each) for each in Spec.__struct_fields__ if each != name}
+        monkeypatch.setattr(runtime_context, "get_spec", lambda: SimpleNamespace(**others))
+        with pytest.raises(AttributeError, match=name):
             namespace.server_identity(storage_config())
 
 
 # ---- What must be equal on two servers that hand KV over ----
-
-
-def test_weights_of_equal_shape_are_other_weights(
-    handed: Callable[..., bytes], model: Path
-) -> None:
-    before = handed()
-    assert handed() == before
-    weights(model, b"retrain")
-    assert handed() != before
 
 
 def test_ranks_cut_otherwise_have_the_same_model(model: Path) -> None:
@@ -346,31 +293,11 @@ def test_ranks_cut_otherwise_have_the_same_model(model: Path) -> None:
     assert handed.keys() - {"kv_format"} == parts.keys() - geometry - {"adapters"}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"dtype": "float32"}, {"quantization": "fp8"}, {"weight_version": "v2"}, {"kv": "float16"}],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_other_formats_are_another_model(
-    handed: Callable[..., bytes], settings: dict[str, Any]
-) -> None:
-    assert handed(**settings) != handed()
-
-
-def test_speculation_without_kv_may_differ(handed: Callable[..., bytes]) -> None:
-    assert handed(speculative_algorithm="NGRAM") == handed()
-
-
 def test_draft_whose_kv_travels_counts(handed: Callable[..., bytes], tmp_path: Path) -> None:
     draft = weights(tmp_path / "draft", b"old")
     before = handed(draft=True, speculative_draft_model_path=str(draft))
     weights(draft, b"new")
     assert handed(draft=True, speculative_draft_model_path=str(draft)) != before
-
-
-def test_adapters_are_no_part_of_the_model(handed: Callable[..., bytes], tmp_path: Path) -> None:
-    """They go with the requests that use them."""
-    assert handed(lora_paths=[adapter(weights(tmp_path / "one", b"adapter"))]) == handed()
 
 
 def test_declared_name_stands_for_the_files(handed: Callable[..., bytes], model: Path) -> None:
@@ -383,33 +310,20 @@ def test_declared_name_stands_for_the_files(handed: Callable[..., bytes], model:
     assert handed("demo", weight_version="v2") != before
 
 
-def test_weights_in_no_file_have_no_equal(handed: Callable[..., bytes]) -> None:
-    assert handed(load_format="dummy") != handed(load_format="dummy")
-
-
 @pytest.mark.parametrize(
     ("role", "transfer", "received"),
     [
-        ("decode", TransferConfig(), {}),
-        ("decode", TransferConfig(codec="zstd"), {}),
-        ("decode", TransferConfig(codec="int8"), {"transfer_codec": "int8"}),
-        ("decode", TransferConfig(model_name="demo"), {"transfer_model": "demo"}),
-        ("prefill", TransferConfig(codec="int8", model_name="demo"), {}),
-        ("decode", None, {}),
+        (DECODE, TransferConfig(codec="zstd"), {}),
+        (DECODE, TransferConfig(codec="int8"), INT8),
+        (DECODE, TransferConfig(model_name="demo"), {"transfer_model": "demo"}),
+        (PREFILL, TransferConfig(codec="int8", model_name="demo"), {}),
+        (DECODE, None, {}),
+        # Its tiers are open when it becomes decode, and their namespace is one for its life.
+        ({**PREFILL, "enable_pd_role_switch": True}, TransferConfig(codec="int8"), INT8),
     ],
 )
 def test_received_kv_that_differs_is_kept_apart(
-    role: str, transfer: TransferConfig | None, received: dict[str, Any]
+    role: dict[str, Any], transfer: TransferConfig | None, received: dict[str, Any]
 ) -> None:
-    with get_context().override_server_args(disaggregation_mode=role):
+    with get_context().override_server_args(**role):
         assert namespace.received_identity(transfer) == received
-
-
-def test_server_that_may_receive_stores_apart_at_once() -> None:
-    """Its tiers are open when it becomes decode, and their namespace is one for its life."""
-    transfer = TransferConfig(codec="int8")
-    for role in ("prefill", "decode"):
-        with get_context().override_server_args(
-            disaggregation_mode=role, enable_pd_role_switch=True
-        ):
-            assert namespace.received_identity(transfer) == {"transfer_codec": "int8"}
