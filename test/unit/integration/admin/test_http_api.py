@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from sglang_tiered.api import CallError, CheckpointCall, RequestsCall, ResidencyCall, decode
+from sglang_tiered.api import CallError, CheckpointCall, RequestsCall, decode
 from sglang_tiered.integration.admin import http_api
 from sglang_tiered.integration.admin.page import TierPage
 from sglang_tiered.request_log import RequestLogConfig
@@ -36,17 +36,6 @@ def test_half_a_character_is_always_refused(text: bytes) -> None:
         with pytest.raises(CallError) as caught:
             decode(CheckpointCall, read_body(body % text))
         str(caught.value).encode()  # or it could not be answered
-
-
-def test_tokens_stand_between_commas() -> None:
-    def ids(query: str) -> Any:
-        request = Request({"type": "http", "query_string": f"input_ids={query}".encode()})
-        return decode(ResidencyCall, http_api._query(request), is_query=True)
-
-    assert ids("1, 22,+3").input_ids == [1, 22, 3]
-    for query in ("1,", "1,x", "1" * 5000, "-1", "", "1.5"):
-        with pytest.raises(CallError, match="input_ids .* is refused"):
-            ids(query)
 
 
 def test_one_look_at_a_hanging_disk(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,33 +49,14 @@ class Server:
             safe_to_restore=said != BROKEN,
         )
 
-    def ask(self, message: Any = DECODE, when: Callable[[], None] = lambda: None) -> Any:
-        async def both() -> Any:
-            asking = asyncio.create_task(around_switch(self.switch, self, message))
-            await asyncio.sleep(0.1)
-            when()
-            return await asking
-
-        return asyncio.run(both())
+    def ask(self) -> Any:
+        return asyncio.run(around_switch(self.switch, self, DECODE))
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(role_switch, "TOLD_S", 0.02)
     monkeypatch.setattr(role_switch, "DRAINED_S", 0.5)
-
-
-def test_switch_waits_for_the_last_request() -> None:
-    server = Server("ok", running=2)
-
-    def ends() -> None:
-        assert server.asked == [(True, False)], "no scheduler was asked while requests run"
-        assert is_draining(server)
-        server.rid_to_state.clear()
-
-    assert server.ask(when=ends).success
-    assert server.asked[1:] == [(False, True)]
-    assert not is_draining(server)
 
 
 async def ask_door(server: Server, path: str = "/generate", method: str = "POST") -> int:

@@ -22,7 +22,6 @@ from sglang_tiered.api import (
     UnpinCall,
 )
 from sglang_tiered.integration.admin import service
-from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.service import Report, TierService
 
 DONE = {"done": True, "num_tokens": 128, "num_missing": 0}
@@ -191,9 +190,3 @@ def test_a_hint_lasts_as_its_caller_waits() -> None:
 def test_cursor_of_nobody_is_refused(after: str) -> None:
     with pytest.raises(CallError, match="after '.*' is not what an answer gave as next"):
         call(ConversationsCall, {"after": after}, [DONE])
-
-
-def test_every_call_is_answered() -> None:
-    names = {kind.path.rpartition("/")[2] for kind in api.CALLS}
-    assert set(Control().calls._begins) == names - {"costs", "requests"}
-    assert set(service._REPORTS) == names - {"costs", "requests", "forget"}

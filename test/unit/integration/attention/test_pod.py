@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import flash_kernels
@@ -15,7 +14,6 @@ import torch
 from attention_world import (
     DIM,
     HEADS,
-    KV_HEADS,
     World,
     mha_pool,
     mla_pool,
@@ -37,7 +35,6 @@ with warnings.catch_warnings():
     from sglang_tiered.integration.attention import (
         pod_flags,
         pod_flashinfer,
-        registration,
     )
     from sglang_tiered.integration.attention.pod import PodStatistics, has_decode_rows, why_not
     from sglang_tiered.integration.attention.pod_reference import ReferencePodAttnBackend
@@ -232,38 +229,6 @@ def test_window_never_reads_its_freed_keys() -> None:
             sizes = {window: shape.page_size for shape, window in pod._forward.plans}
             assert sizes == {-1: 4, 12: 1}
     assert pod.statistics.layers == 2 * len(MIXED_STEPS)
-
-
-def described_runner(device: str, **model: Any) -> Any:
-    """A runner as far as the factory asks it, before SGLang's own backends do."""
-    given = runner(World(mha_pool()), page_size=64)
-    given.dtype = given.kv_cache_dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    given.device, given.model = device, torch.nn.ModuleList()
-    given.model_config = SimpleNamespace(
-        get_num_attention_heads=lambda ranks: HEADS // ranks,
-        get_num_kv_heads=lambda ranks: KV_HEADS // ranks,
-        head_dim=model.pop("head_dim", DIM),
-        is_encoder_decoder=False,
-        **model,
-    )
-    return given
-
-
-@pytest.mark.parametrize(("drafts", "ranks"), [("EAGLE", 1), (None, 2)])
-def test_drafts_and_split_keys_stay_over_triton(
-    monkeypatch: pytest.MonkeyPatch, drafts: str | None, ranks: int
-) -> None:
-    given = runner(World(mha_pool()), page_size=64)
-    given.model_config = SimpleNamespace(is_encoder_decoder=False, head_dim=DIM)
-    given.kv_cache_dtype, given.device = torch.bfloat16, "cuda"
-    base = "sglang.srt.arg_groups.model_override_base.get_default_attn_backend"
-    monkeypatch.setattr(base, lambda *_: "flashinfer")
-    flags = {"model_path": "none", "device": "cpu", "speculative_algorithm": drafts}
-    with (
-        get_context().override_server_args(**flags),
-        get_parallel().override(attn_dcp_size=ranks),
-    ):
-        assert registration._parent_of(given) == "triton"
 
 
 POD = {"attention_backend": "pod"}

@@ -28,8 +28,6 @@ from sglang_tiered.integration.cache.host_size import target_host_bytes
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.integration.storage.host_pages import (
     check_codec,
-    kv_page_size,
-    page_bytes,
     page_layout,
     page_segments,
 )
@@ -224,12 +222,3 @@ def test_lossy_codec_is_refused_with_equal_page_lengths() -> None:
         check_codec("int8", {PoolName.KV: kv, PoolName.SWA: heads().host_pool})
     check_codec("zstd", {PoolName.KV: kv, PoolName.SWA: heads().host_pool})
     check_codec("int8", {PoolName.KV: kv, PoolName.MAMBA: states().host_pool})
-
-
-def test_pages_of_other_lengths_are_noted() -> None:
-    """Or an encoded page of one pool would count as another's tokens."""
-    alike, other = (heads().host_pool, heads().host_pool), latent().host_pool
-    alone = kv_page_size(dict(zip((PoolName.KV, PoolName.SWA), alike, strict=True)))
-    assert alone == (PAGE, page_bytes(alike[0]), 2, ())
-    mixed = kv_page_size({PoolName.KV: alike[0], PoolName.MAMBA: other})
-    assert mixed == (PAGE, page_bytes(alike[0]), 1, (page_bytes(other),))

@@ -1,5 +1,4 @@
-"""Host copies of both platforms without ``sgl_kernel`` against plain indexing; cores and number
-formats of the CPU."""
+"""Host copies of both platforms without ``sgl_kernel`` against plain indexing."""
 
 from __future__ import annotations
 
@@ -7,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.configs import model_config
-from transformers import PretrainedConfig
 
 from sglang_tiered.integration.cpu import platform as cpu_platform
-from sglang_tiered.integration.cpu.number_format import around_dtype
 from sglang_tiered.integration.cuda_native import host_copies
 
 PAGE, LAYERS, NUM_PAGES = 4, 3, 24
@@ -54,9 +50,7 @@ def test_pages_come_back_where_they_were(
     device = [layer for half in range(halves) for layer in make_layers(device_width, half)]
     host = [torch.full((NUM_PAGES, LAYERS, PAGE, *host_width), 7.0) for _ in range(halves)]
     there, back = token_indices(source), token_indices(target)
-    copies.transfer_kv_all_layer_direct_lf_pf(
-        src_ptrs=device, dst_ptrs=host, src_indices=there, dst_indices=back, page_size=PAGE
-    )
+    copies.transfer_kv_all_layer_direct_lf_pf(device, host, there, back, page_size=PAGE)
     for half in range(halves):
         for layer in range(LAYERS):
             pages = device[half * LAYERS + layer].view(NUM_PAGES, PAGE, -1)
@@ -66,12 +60,7 @@ def test_pages_come_back_where_they_were(
     restored = [torch.full_like(layer, 7.0) for layer in device]
     for layer in range(LAYERS):
         copies.transfer_kv_per_layer_direct_pf_lf(
-            src_ptrs=host,
-            dst_ptrs=restored[layer::LAYERS],
-            src_indices=back,
-            dst_indices=there,
-            layer_id=layer,
-            page_size=PAGE,
+            host, restored[layer::LAYERS], back, there, layer, page_size=PAGE
         )
     kept = torch.zeros(NUM_PAGES * PAGE, dtype=torch.bool)
     kept[there] = True
@@ -112,32 +101,3 @@ def test_layer_first_copy_moves_tokens() -> None:
     cpu_platform.transfer_kv_direct(source, target, *tokens, page_size=PAGE)
     for before, after in zip(source, target, strict=True):
         assert torch.equal(after[0], before[5]) and torch.equal(after[9], before[1])
-
-
-# ---- Number formats ----
-
-
-SGLANGS = getattr(model_config._get_and_verify_dtype, "__wrapped__", None)
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "asked", "chosen"),
-    [
-        (F32, "auto", BF16),
-        (None, "auto", BF16),
-        (F16, "auto", F16),
-        (F32, "half", F16),
-        (F16, "float32", F32),
-    ],
-)
-@pytest.mark.parametrize("as_dict", [False, True])
-def test_float32_checkpoint_never_becomes_slow_float16(
-    checkpoint: torch.dtype | None, asked: str, chosen: torch.dtype, as_dict: bool
-) -> None:
-    original = SGLANGS or model_config._get_and_verify_dtype
-    config: Any = PretrainedConfig(dtype=checkpoint)
-    if as_dict:
-        name = None if checkpoint is None else str(checkpoint).removeprefix("torch.")
-        config = {"dtype": name}
-    assert around_dtype(original, config, asked) is chosen

@@ -67,17 +67,6 @@ def refusal(manager: Any, server: str) -> str:
     return failure_of(manager, server) or ""
 
 
-def test_silent_server_does_not_block_the_scheduler(manager: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        for _ in range(3):  # each returns, though the question is still open
-            assert not manager.bootstrap_client.ensure_known(address)
-        connection, _ = silent.accept()
-        connection.close()
-    eventually(lambda: failure_of(manager, address) is not None)
-    assert address in failure_of(manager, address)
-
-
 def test_other_page_size_fails_without_raising(manager: Any) -> None:
     """In SGLang it ends the decode scheduler."""
     told: list[Any] = []

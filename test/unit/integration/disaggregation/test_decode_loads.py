@@ -15,10 +15,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.cache.load_scheduler import GIVES_WAY_STEPS
 from sglang_tiered.integration.disaggregation import decode_loads
 from sglang_tiered.integration.ranks import RankAgreement
-from sglang_tiered.policy.prefetch import PrefetchWindow
 
 SMALL_PAGE = 4  # two of them are less than what SGLang finds worth a copy to the device
 TOKENS = array("q", range(20 * PAGE))
@@ -132,20 +130,6 @@ def test_deferred_load_is_retried_after_rank_agreement(
     assert decode.waits(entry)
     decode.until(lambda: not decode.waits(entry))
     assert decode.promise(entry) == len(TOKENS)
-
-
-def test_request_that_waits_for_memory_keeps_its_load(decode: Decode) -> None:
-    """It is the next that starts: what it loads again instead would wait for it."""
-    others = array("q", range(1000, 1000 + len(TOKENS)))
-    decode.store()
-    decode.store(others)
-    decode.cache.tiering.loads._window = PrefetchWindow(len(TOKENS))
-    first = decode.arrives()
-    decode.until(lambda: not decode.waits(first))
-    second = decode.arrives(others)
-    for _ in range(2 * GIVES_WAY_STEPS):
-        assert decode.waits(second) and not decode.waits(first)
-    assert decode.cache.pop_prefetch_loaded_span(first.req.cache_request_handle)[0] == len(TOKENS)
 
 
 def test_requests_that_left_are_no_longer_waited_for(decode: Decode) -> None:

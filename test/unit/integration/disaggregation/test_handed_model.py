@@ -103,17 +103,6 @@ def test_switched_role_goes_on_with_what_is_known(
     assert told[-1][1] == REPLACED
 
 
-def test_one_sided_update_is_another_model(pair: tuple[Server, Server], tmp_path: Path) -> None:
-    first, second = pair
-    before = second.model
-    new = weights(tmp_path / "new", b"updated")
-    assert first.model == before
-    first.update(new)
-    assert first.model != before and first.says()[1] == REPLACED
-    second.update(new)
-    assert second.model == first.model
-
-
 def test_update_that_names_no_files_has_no_equal(pair: tuple[Server, Server]) -> None:
     models = {server.model for server in pair}
     for server in pair:

@@ -26,18 +26,6 @@ ROOM = 7
 SERVER = "192.0.2.1:1"
 
 
-def end_of(kind: type[Any], tp_size: int = 1) -> Any:
-    """A handoff of SGLang's classes and ours, without the endpoint that carries it."""
-    manager = manager_of(kind, tp_size)
-    manager.request_status = {ROOM: KVPoll.WaitingForInput}
-    made = kind.__new__(kind)
-    made.kv_mgr, made.bootstrap_room, made.bootstrap_addr = manager, ROOM, SERVER
-    made.conclude_state, made.init_time, made.abort_notified = None, 0.0, False
-    made.trace_ctx = SimpleNamespace(trace_req_finish=lambda: None)
-    made.clear = lambda: manager.request_status.pop(ROOM, None)
-    return made
-
-
 def manager_of(kind: type[Any], tp_size: int = 1) -> Any:
     role: Any = DecodeKVManager if kind is ZmqKVReceiver else PrefillKVManager
     manager = role.__new__(role)
@@ -73,30 +61,6 @@ def reason_of(end: Any) -> KVTransferError:
 
 
 BOTH = pytest.mark.parametrize("kind", [ZmqKVReceiver, ZmqKVSender])
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("tp_size", "why", "told"),
-    [
-        (1, "PD peer failed: it closed the connection", "PD peer failed"),
-        (2, "PD peer failed: it closed the connection", "PD peer failed"),
-        (1, None, "aborted by this instance"),
-        (2, None, "aborted by another rank"),
-    ],
-)
-def test_failure_reason_is_the_same_each_time(
-    kind: type[Any], tp_size: int, why: str | None, told: str
-) -> None:
-    """SGLang asks again while the request waits to be removed, and tells the client the last. The
-    rank where it happened logs it."""
-    end = end_of(kind, tp_size)
-    if why is not None:
-        end.kv_mgr.room_failed(ROOM, why)
-    for _ in range(3):
-        error = reason_of(end)
-        assert told in error.failure_reason
-        assert error.is_from_another_rank is ("another rank" in told)
 
 
 @pytest.mark.parametrize("room", [2**63, -1, 10**30, 0, 2**63 - 1])

@@ -16,7 +16,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_tiered.integration.disaggregation import request_rooms
 from sglang_tiered.integration.disaggregation.request_rooms import (
     NUM_ROOMS,
-    room_of_recompute,
     tokens_of,
 )
 from sglang_tiered.transfer.messages import Asked
@@ -88,12 +87,6 @@ def test_room_leads_to_the_same_replica(number: int) -> None:
         assert all(room % replicas == number % replicas for replicas in range(1, 17))
 
 
-@pytest.mark.parametrize("name", [None, "an adapter"])
-def test_decode_knows_the_room_of_its_recompute(name: str | None) -> None:
-    again = room_of_recompute(NUMBER, name, [1, 2, 3])
-    assert rooms_of(1, lora_path=name) == [again] != [NUMBER]
-
-
 def test_recompute_has_the_tokens_that_decode_has() -> None:
     """After a retraction, prefill gets the prompt and what decode had emitted as one prompt."""
     on_decode = req([1, 2], array("q", [3]))
@@ -152,18 +145,3 @@ def test_malformed_room_is_refused_before_anything_is_sent(fields: dict[str, Any
     problem = r"bootstrap_(room|host|port) (must be|has 1|names the same)"
     with pytest.raises(ValueError, match=problem):
         request.normalize_batch_and_arguments()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"bootstrap_room": None},
-        {"bootstrap_room": 0, "bootstrap_host": "192.0.2.1", "bootstrap_port": 8998},
-        {"input_ids": [[1], [2]]},
-        {"input_ids": [[1], [2]], "bootstrap_room": [1, 2], "sampling_params": {"n": 3}},
-        {"bootstrap_room": [1, 2, 3], "sampling_params": {"n": 3}},  # as SGLang's router does
-    ],
-)
-def test_rooms_that_routers_send_are_taken(fields: dict[str, Any]) -> None:
-    request = GenerateReqInput(**{"input_ids": [1, 2], "bootstrap_room": 1, **fields})
-    request.normalize_batch_and_arguments()

@@ -24,7 +24,6 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode, TransferConfig
-from sglang_tiered.integration.disaggregation.handed_model import WeightUpdate
 from sglang_tiered.integration.disaggregation.handoffs import Handoffs
 from sglang_tiered.integration.disaggregation.manager import ZmqKVSender, make_manager
 from sglang_tiered.integration.hooks import _after_decode_queue
@@ -180,22 +179,3 @@ def test_a_replica_knows_its_own_number(rank: Rank, method: str) -> None:
             assert told == ({str(room): 1} if method == "round_robin" else {})
         finally:
             manager.teardown()
-
-
-def test_replaced_weights_stay_replaced_after_a_switch(rank: Rank) -> None:
-    """A manager that read the files of the start again handed over KV of others as theirs."""
-
-    def model_of(manager: Any) -> bytes:
-        eventually(lambda: manager.endpoint._model is not None)
-        return manager.endpoint._model
-
-    first = rank.make(PREFILL)
-    of_start = model_of(first)
-    first.weights_changed(WeightUpdate(), memory_is_clean=True)
-    eventually(lambda: first.endpoint._model not in (None, of_start))
-    replaced = model_of(first)
-    first.teardown()
-    second = rank.make(DECODE)
-    assert second.adapters is first.adapters, "those that were loaded while it ran"
-    assert model_of(second) == replaced
-    second.teardown()

@@ -83,19 +83,6 @@ def write(file: Path, content: bytes) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("README.md", ".cache/huggingface/download/x.metadata", "original/consolidated.00.pth"),
-        *("checkpoint-500/model.safetensors", "optimizer.pt", "training_args.bin", "train.log"),
-    ],
-)
-def test_files_that_no_loader_reads_do_not_count(model: Path, path: str) -> None:
-    before = digest(model)
-    write(model / path, b"something")
-    assert digest(model) == before
-
-
 def test_links_are_followed_and_may_lead_in_circles(model: Path, tmp_path: Path) -> None:
     before = digest(model)
     (model / "loop").symlink_to(model)

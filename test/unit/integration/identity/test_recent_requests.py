@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 from array import array
 
@@ -81,14 +80,3 @@ def test_short_ones_go_where_nothing_is_kept() -> None:
         [PrefixSelector(array("q", range(3)), None, None)], 0, 4, HiddenTenants().original
     )
     assert recent.find("3") is None and recent.find("5")
-
-
-def test_forgotten_branches_are_compared_in_linear_time() -> None:
-    recent, common = RecentRequests(), array("q", range(4000))
-    branches = [PrefixSelector(common + array("q", [end] * 64), None, None) for end in range(1000)]
-    for number, branch in enumerate(branches):
-        recent.note_request(str(number), branch, NO_TENANT)
-    begun = time.process_time()
-    recent.forget(branches, 4032, 32, HiddenTenants().original)
-    assert time.process_time() - begun < 20, "pair by pair they take minutes"
-    assert list(recent.of_tenant(NO_TENANT)) == []

@@ -19,18 +19,6 @@ SERVED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"is_hybrid_swa": True, "full_attention_layers": [1, 3]},
-        {"is_hybrid_swa": True, "full_attention_layers": None},  # DeepSeek V4 has no such list
-    ],
-)
-def test_what_hicache_serves_is_served(change: dict[str, Any]) -> None:
-    model_support._check(**{**SERVED, **change})
-
-
-@pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"has_radix_cache": False}, "turns its radix cache off for LlamaForCausalLM"),

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from sglang_tiered.config import (
-    ENVIRONMENT_VARIABLE,
     GiB,
     MiB,
     NvmeConfig,
-    TieredConfig,
     TierMode,
-    TransferConfig,
 )
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.flags import flags_of, refuse_given
-from sglang_tiered.integration import hooks
+from sglang_tiered.flags import flags_of
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
 from sglang_tiered.integration.launch import flags as tier_flags
 from sglang_tiered.integration.launch import resolve as server_args
@@ -143,17 +137,6 @@ def test_bad_combination_is_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_others_borrowed_is_there_for_a_newcomer(
-    resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = shutil.disk_usage(tmp_path)._replace(total=1 << 40, free=0)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    line = "--tier-dir {tmp}/kv --tier-nvme-bytes 900GiB --tier-nvme-floor 128GiB"
-    resolved = resolve(line + " --tier-machine-budget {tmp}/budget")
-    assert resolved.config.nvme.region_bytes == 256 * MiB
-    assert not any("disk is full" in note for note in resolved.notes)
-
-
 @pytest.fixture
 def in_memory() -> Path:
     shm = Path("/dev/shm")
@@ -175,63 +158,11 @@ def test_a_tier_in_memory_counts_as_memory(resolve: Any, in_memory: Path) -> Non
     assert not in_memory.exists()
 
 
-def test_forked_scheduler_leaves_room_for_tmpfs_tier(
-    resolve: Any, in_memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It loads no plugins: the launcher did, before it knew its configuration."""
-    from sglang.srt.mem_cache.pool_host import base
-
-    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", GiB)
-    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-    loaded = hooks.Hooks(on_cpu=True)
-    before = allocatable_bytes()
-    config = resolve(f"--tier-dir {in_memory} --tier-nvme-bytes 1GiB").config
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, msgspec.json.encode(config).decode())
-    found = []
-
-    def size_pools(*_: Any) -> None:
-        found.append((before - allocatable_bytes(), loaded.around_ranks_per_host(lambda: 7)))
-
-    scheduler = SimpleNamespace(tree_cache=None, _request_dispatcher=None)
-    loaded.around_scheduler(size_pools, scheduler, None)
-    ((reserved, num_ranks),) = found
-    assert abs(reserved - GiB) < GiB / 2
-    assert num_ranks == 1
-
-
 def test_sharing_beyond_this_machine_without_keys_is_noted(resolve: Any) -> None:
     shared = "--tier-dir {tmp}/kv --tier-nvme-bytes 1GiB --tier-index redis://192.0.2.1"
     (note,) = resolve(shared).notes  # whoever writes to that Redis
     assert "--tier-peer-keys" in note
     assert resolve(shared.replace("192.0.2.1", "127.0.0.1")).notes == ()
-    switching = "--tier-mode off --disaggregation-mode prefill --enable-pd-role-switch"
-    (note,) = resolve(f"{switching} --host 0.0.0.0").notes
-    assert "--transfer-allow" in note and resolve(switching).notes == ()
-
-
-def test_flags_are_frozen() -> None:
-    """A flag is a promise; adding or dropping one is a decision, made here and in ``config``."""
-    frozen = {
-        TieredConfig: "--tier-mode --tier-host-bytes",
-        NvmeConfig: (
-            "--tier-dir --tier-nvme-bytes --tier-machine-budget --tier-nvme-floor "
-            "tier-nvme-region-bytes --tier-nvme-writes-per-day --tier-codec --tier-load "
-            "--tier-both-ends --tier-checkpoint-tokens --tier-tenant-share "
-            "--tier-trust-mm-hashes"
-        ),
-        ObjectConfig: (
-            "--tier-object-url --tier-object-bytes --tier-object-ttl "
-            "--tier-object-writes-per-day --tier-object-requests-per-day"
-        ),
-        PeerConfig: "--tier-peers --tier-index --tier-peer-host --tier-peer-port --tier-peer-keys",
-        TransferConfig: (
-            "--transfer-keys --transfer-encrypt --transfer-allow transfer-same-host "
-            "transfer-window-bytes --transfer-connections --transfer-codec --transfer-model "
-            "transfer-peer-timeout"
-        ),
-    }
-    for config, names in frozen.items():
-        assert [flag.name for flag in flags_of(config)] == names.split()
 
 
 def test_every_flag_without_its_tier_is_refused(resolve: Any) -> None:
@@ -248,16 +179,6 @@ def test_a_lossy_codec_is_part_of_the_namespace(
 ) -> None:
     line = f"--tier-dir {{tmp}}/kv --tier-codec {codec}"
     assert tiers.lossy_codec(resolve(line).config) == lossy
-
-
-def test_more_regions_than_open_files_are_refused(
-    resolve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_args, "max_regions", lambda: 10)
-    line = "--tier-dir {tmp}/kv --tier-nvme-bytes 64MiB"
-    with pytest.raises(ConfigError, match=r"4MiB makes 16 files of each rank's 64MiB.* for 10;"):
-        resolve(line + " --tier-nvme-region-bytes 4MiB")
-    assert resolve(line).config.nvme.region_bytes == 8 * MiB
 
 
 ALGORITHM, KEY = "AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID"
@@ -278,13 +199,6 @@ def test_encryption_that_would_be_ignored_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=sentence):
         resolve_object({"tier_object_url": "s3://bucket/kv"})
-
-
-def test_a_refused_object_url_shows_no_credentials() -> None:
-    explicit = {"tier_object_url": "s3://me:hunter2@bucket/kv"}
-    with pytest.raises(ConfigError, match="--tier-object-url URL needs NVMe") as caught:
-        refuse_given(explicit, flags_of(ObjectConfig), "needs NVMe; drop it")
-    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

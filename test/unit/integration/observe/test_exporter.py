@@ -14,8 +14,8 @@ from kit.process_stats import FULL, STATS, with_engine
 from kit.promtool import check_metrics
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.samples import samples
-from sglang_tiered.integration.observe.stats import PlannerStats, ProcessStats, TierReads
-from sglang_tiered.metrics import BOUNDS_S, METRICS, DurationCounts, Durations
+from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
+from sglang_tiered.metrics import BOUNDS_S, METRICS, Durations
 from sglang_tiered.storage.base import TierStats
 from sglang_tiered.storage.encoding import EncodingStats
 from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
@@ -54,24 +54,6 @@ def test_every_metric_reads_a_field_that_exists() -> None:
                     ("_per_s", "write_budget_bytes", "_prices")
                 ) or source.labels == ("object",), source
             assert all(len(labels) == len(metric.labels) for labels, _ in found), metric.name
-
-
-def samples_of(name: str, stats: ProcessStats) -> dict[tuple[str, ...], float | DurationCounts]:
-    metric = next(metric for metric in METRICS if metric.name == name)
-    return dict(samples(metric, stats))
-
-
-def test_a_tier_is_exported_only_if_configured() -> None:
-    def tiers(stats: ProcessStats) -> set[str]:
-        return {
-            labels[0]
-            for metric in METRICS
-            if metric.tiers and metric.name.startswith(("tier_", "loaded_", "page_"))
-            for labels, _ in samples(metric, stats)
-        }
-
-    assert tiers(STATS) == {"device", "host", "nvme"}
-    assert tiers(FULL) == {"device", "host", "nvme", "object", "peer"}
 
 
 @pytest.fixture

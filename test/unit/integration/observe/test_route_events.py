@@ -1,4 +1,4 @@
-"""Events of SGLang's own publisher are followed from before the picker was there, and over gaps."""
+"""Events of SGLang's own publisher are followed from before the picker was there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from server_process import free_ports
 from sglang_tiered.integration.admin.costs import event_source
 from sglang_tiered.integration.observe.kv_events import _Node
 from sglang_tiered.policy.server_costs import EventSource
-from sglang_tiered.route.events import REPLAY_S, apply, follow, publisher_of
+from sglang_tiered.route.events import apply, follow, publisher_of
 from sglang_tiered.route.pages import HeldPages
 from sglang_tiered.route.prompt import Prompt, page_keys
 from sglang_tiered.sharing.mirror import fingerprints_of
@@ -50,28 +50,23 @@ def stored(*keys: int, medium: str = StorageMedium.GPU) -> BlockStored:
 class Told:
     """A publisher of SGLang, and what a picker has learnt of it."""
 
-    def __init__(self, *, replays: bool = True) -> None:
+    def __init__(self) -> None:
         port = free_ports(2)
-        replay = port + 1 if replays else None
         self._publisher = ZmqEventPublisher(
-            0, f"tcp://*:{port}", replay and f"tcp://*:{replay}", buffer_steps=100, topic="kv"
+            0, f"tcp://*:{port}", f"tcp://*:{port + 1}", buffer_steps=100, topic="kv"
         )
-        self.where = publisher_of(EventSource("*", port, "kv", replay), "http://127.0.0.1:1", 0)
+        self._where = publisher_of(EventSource("*", port, "kv", port + 1), "http://127.0.0.1:1", 0)
         self.index = HeldPages()
 
     def publish(self, *events: object) -> None:
         self._publisher.publish(KVEventBatch(ts=time.time(), events=list(events)))
-
-    def lose(self) -> None:
-        """A batch that nobody sees: a number is skipped."""
-        next(self._publisher._seq_gen)
 
     def follow_until(self, steps: list[tuple[Callable[[], None], Callable[[], bool]]]) -> None:
         """Follow; take each step, and wait for what it brings."""
 
         async def run() -> None:
             context = zmq.asyncio.Context()
-            work = asyncio.create_task(follow(context, self.where, self.index, 0))
+            work = asyncio.create_task(follow(context, self._where, self.index, 0))
             try:
                 for act, is_seen in steps:
                     act()
@@ -112,55 +107,6 @@ def test_what_was_before_is_replayed(told: Told) -> None:
             (lambda: told.publish(AllBlocksCleared()), lambda: told.own(1) == (0, 0, 0)),
         ]
     )
-
-
-def test_a_follower_cancelled_with_a_replay_ends(
-    told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When its server has gone, and just then something arrives."""
-    arriving: list[asyncio.Future[list[bytes]]] = []
-
-    def receive(_: object) -> asyncio.Future[list[bytes]]:
-        arriving.append(asyncio.get_running_loop().create_future())
-        return arriving[-1]
-
-    async def run() -> None:
-        context = zmq.asyncio.Context()
-        work = asyncio.create_task(follow(context, told.where, HeldPages(), 0))
-        while not arriving:
-            await asyncio.sleep(0)
-        payload = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[stored(2)]))
-        arriving[0].set_result([b"", b"kv", bytes(8), payload])
-        work.cancel()
-        ended, _ = await asyncio.wait([work], timeout=2 * REPLAY_S)
-        context.destroy(linger=0)
-        assert ended, "it goes on"
-
-    monkeypatch.setattr(zmq.asyncio.Socket, "recv_multipart", receive)
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("replays", [True, False])
-def test_gap_without_replay_forgets_memory_alone(replays: bool) -> None:
-    told = Told(replays=replays)
-    try:
-
-        def lose() -> None:
-            told.lose()
-            told.publish(stored(4))
-
-        first = stored(1), stored(1, medium=StorageMedium.CPU), stored(1, medium=StorageMedium.DISK)
-        told.follow_until(
-            [
-                # Without a replay only what comes after the subscription is heard.
-                (lambda: None, lambda: bool(told.publish(stored(9)) or told.own(9)[0])),
-                (lambda: told.publish(*first), lambda: told.own(1) == (1, 1, 1)),
-                (lose, lambda: told.own(4) == (1, 1, 1)),
-            ]
-        )
-        assert told.own(1) == (0, 0, 1)
-    finally:
-        told.close()
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode([0.0, [{"type": "X"}]])])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import stat
 import threading
 import time
@@ -60,33 +59,6 @@ def test_scheduler_waits_for_no_hung_disk(path: Path) -> None:
     answers.set()
     writer.close()
     assert rids(path) == ["first", *(f"r{number}" for number in range(10))]
-
-
-def test_full_disk_leaves_no_half_line(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The kernel takes a part of what would outgrow its limit, and refuses the rest."""
-    writer = LineWriter(path, max_bytes=LARGE)
-
-    def num_told() -> int:
-        lines = path.read_bytes().count(b"\n") if path.exists() else 0
-        return writer.num_dropped + lines
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    try:
-        for number in range(20):
-            writer.put(*ended(f"r{number}"))
-            eventually(lambda number=number: num_told() == number + 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    (said,) = caplog.messages
-    assert "cannot be written" in said and "are dropped" in said
-    kept = rids(path)
-    assert kept == [f"r{number}" for number in range(len(kept))]
-    assert 0 < len(kept) < 20
-    writer.put(*ended("after"))
-    writer.close()
-    assert writer.num_dropped == 20 - len(kept), "it recovers by itself"
-    assert rids(path) == [*kept, "after"]
 
 
 def test_killed_server_loses_no_line_before(path: Path) -> None:
