@@ -112,24 +112,3 @@ def test_least_numbers_and_first_bytes_count() -> None:
     assert ranks.ask(rid="r") == expected
     held[1] = 9
     assert ranks.ask() == expected, "it has ended, and keeps its answer alone"
-
-
-def test_ended_calls_give_way_to_those_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_MAX_ENTRIES", 2)
-    ends = False
-
-    def begin(_: int) -> Steps:
-        while not ends:
-            yield NOT_YET
-        return {"done": True}
-
-    ranks = Ranks(begin)
-    ranks.ask("1", rid="r")
-    ranks.ask("2", rid="r")
-    ends = True
-    for number in ("3", "4"):
-        assert ranks.ask(number, rid="r") == [{"done": True}] * NUM_RANKS
-    ends = False
-    assert ranks.ask("1") == ranks.ask("2") == [NOT_YET] * NUM_RANKS
-    assert ranks.ask("5", rid="r") == [NOT_YET] * NUM_RANKS
-    assert ranks.ask("1")[0]["status"] == 503, "the oldest was dropped"

@@ -17,9 +17,7 @@ from kit.cost_records import record_of
 from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.admin import cost_board, http_api
 from sglang_tiered.integration.admin.cost_board import CostBoard
-from sglang_tiered.integration.admin.costs import (
-    CostPublisher,
-)
+from sglang_tiered.integration.admin.costs import CostPublisher
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.server_costs import ABANDONED, RankCosts, parse_server_costs
 from sglang_tiered.storage.base import Tier

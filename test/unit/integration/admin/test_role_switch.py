@@ -13,11 +13,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import PdRoleSwitchReqInput, PdRoleSwitchReqOutput
 
 from sglang_tiered.integration.admin import role_switch
-from sglang_tiered.integration.admin.role_switch import (
-    ModelDoor,
-    around_switch,
-    is_draining,
-)
+from sglang_tiered.integration.admin.role_switch import ModelDoor, around_switch, is_draining
 from sglang_tiered.policy.server_costs import IN_PROGRESS, NOT_IDLE, switch_key
 
 DECODE = PdRoleSwitchReqInput(new_role="decode")

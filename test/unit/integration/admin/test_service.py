@@ -29,8 +29,6 @@ UNDER_WAY = {"done": False, "num_tokens": 64, "num_missing": 64}
 REFUSED = {"error": "full", "status": 409}
 FULL = {"error": "full", "status": 503}
 UNKNOWN = {"done": True, "unknown": True}
-LOADING = {"done": False, "num_tokens": 128, "num_in_memory": 64, "num_loading": 64}
-LOADED = {"done": True, "num_tokens": 128, "num_in_memory": 128, "num_loading": 0}
 
 
 class Manager:
@@ -172,15 +170,6 @@ def test_pages_of_replicas_make_one() -> None:
     )
     assert manager.asked[0].body["after"] == {"0": "r7", "1": None}
     assert last.body["next"] is None
-
-
-def test_a_hint_lasts_as_its_caller_waits() -> None:
-    body = {"input_ids": [1, 2]}
-    report, manager = call(PrefetchCall, body, [FULL, UNKNOWN, LOADING])
-    assert report.status == 202 and len(manager.asked) == 1
-    report, manager = call(PrefetchCall, {**body, "wait_s": 30}, [LOADING], [LOADED])
-    assert report == Report(200, {key: LOADED[key] for key in LOADED if key != "done"})
-    assert [message.body.keys() for message in manager.asked] == [{"input_ids", "id"}, {"id"}]
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,7 @@ with warnings.catch_warnings():
     from sglang.srt.runtime_context import get_context, get_parallel
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-    from sglang_tiered.integration.attention import (
-        pod_flags,
-        pod_flashinfer,
-    )
+    from sglang_tiered.integration.attention import pod_flags, pod_flashinfer
     from sglang_tiered.integration.attention.pod import PodStatistics, has_decode_rows, why_not
     from sglang_tiered.integration.attention.pod_reference import ReferencePodAttnBackend
     from sglang_tiered.integration.attention.reference import ReferenceAttnBackend

@@ -26,11 +26,7 @@ from sglang_tiered.config import MiB
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.cache.host_size import target_host_bytes
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.integration.storage.host_pages import (
-    check_codec,
-    page_layout,
-    page_segments,
-)
+from sglang_tiered.integration.storage.host_pages import check_codec, page_layout, page_segments
 
 LAYERS = 3
 

@@ -16,19 +16,14 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from sglang.srt.disaggregation.common.conn import (
-    CommonKVManager,
-    CommonKVReceiver,
-)
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 
 from kit.waiting import eventually
 from sglang_tiered.config import TransferConfig
 from sglang_tiered.errors import TransferError
 from sglang_tiered.integration.disaggregation import bootstrap_client
-from sglang_tiered.integration.disaggregation.bootstrap_client import (
-    BootstrapClient,
-)
+from sglang_tiered.integration.disaggregation.bootstrap_client import BootstrapClient
 from sglang_tiered.integration.disaggregation.manager import DecodeKVManager
 from sglang_tiered.integration.hooks import _after_decode_queue
 
@@ -124,10 +119,8 @@ def bootstrap_that_says(info: Any, row: Any, dp_ranks: Any = None) -> Iterator[s
 
         def do_GET(self) -> None:
             asked = parse_qs(urlsplit(self.path).query)
-            if asked["prefill_dp_rank"] == ["-1"]:
-                self._say(info)
-            else:
-                self._say(row() if callable(row) else row)
+            of_rank = row() if callable(row) else row
+            self._say(info if asked["prefill_dp_rank"] == ["-1"] else of_rank)
 
         def do_POST(self) -> None:
             self._say(dp_ranks)

@@ -14,10 +14,7 @@ from sglang.srt.runtime_context import get_context, get_disagg
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration.disaggregation import request_rooms
-from sglang_tiered.integration.disaggregation.request_rooms import (
-    NUM_ROOMS,
-    tokens_of,
-)
+from sglang_tiered.integration.disaggregation.request_rooms import NUM_ROOMS, tokens_of
 from sglang_tiered.transfer.messages import Asked
 
 NUMBER = 2**62 + 12345

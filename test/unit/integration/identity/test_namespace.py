@@ -123,6 +123,24 @@ def adapter(path: Path) -> SimpleNamespace:
     return SimpleNamespace(lora_id="ab" * 16, lora_name="a", lora_path=str(path))
 
 
+OF_FILES = [
+    *("quantization_param_path", "decrypted_config_file", "decrypted_draft_config_file"),
+    *("rl_quant_profile", "modelopt_checkpoint_restore_path", "kt_weight_path", "uno_lora_path"),
+]
+
+
+def settings_of(kind: str, folder: Path) -> dict[str, Any]:
+    """With one that names a file or folder with weights."""
+    if kind in OF_FILES:
+        return {kind: str(folder / "model.safetensors")}
+    if kind == "draft":
+        return {"speculative_draft_model_path": str(folder)}
+    if kind == "adapter":  # SGLang makes the id of one from its name and path alone
+        return {"lora_paths": [adapter(folder)]}
+    extra = {"qlora_adapter_name_or_path": str(folder)}
+    return {"model_loader_extra_config": json.dumps(extra)}
+
+
 SETTINGS = """
 kv_cache_dtype=fp8_e5m2 dtype=float32 quantization=fp8 context_length=4096 weight_version=v2
 json_model_override_args='{"rope_theta":1}' model_loader_extra_config='{"pattern":"x"}'
@@ -166,47 +184,17 @@ def test_settings_left_out_are_settings_that_sglang_has() -> None:
     assert apart <= set(Model.__struct_fields__)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        *("quantization_param_path", "decrypted_config_file", "decrypted_draft_config_file"),
-        *("rl_quant_profile", "modelopt_checkpoint_restore_path", "kt_weight_path"),
-        "uno_lora_path",
-    ],
-)
+@pytest.mark.parametrize("kind", [*OF_FILES, "draft", "adapter", "adapter of the loader"])
 def test_file_in_a_setting_counts_by_its_bytes(
-    identify: Callable[..., bytes], tmp_path: Path, setting: str
+    identify: Callable[..., bytes], tmp_path: Path, kind: str
 ) -> None:
-    files = [tmp_path / folder / "file" for folder in ("a", "b")]
-    for file in files:
-        file.parent.mkdir()
-        file.write_bytes(b"scales")
-    one, two = (identify(**{setting: str(file)}) for file in files)
-    assert one == two != identify()
-    files[1].write_bytes(b"other scales")
-    assert identify(**{setting: str(files[1])}) != one
-
-
-@pytest.mark.parametrize(
-    "settings_of",
-    [
-        lambda folder: {"speculative_draft_model_path": str(folder)},
-        # SGLang makes the id of such an adapter from its name and path alone.
-        lambda folder: {"lora_paths": [adapter(folder)]},
-        lambda folder: {
-            "model_loader_extra_config": json.dumps({"qlora_adapter_name_or_path": str(folder)})
-        },
-    ],
-    ids=["draft", "adapter", "adapter of the loader"],
-)
-def test_folder_in_a_setting_counts_by_its_bytes(
-    identify: Callable[..., bytes], tmp_path: Path, settings_of: Callable[[Path], dict[str, Any]]
-) -> None:
-    folder = weights(tmp_path / "folder", b"old")
-    before = identify(**settings_of(folder))
-    assert identify(**settings_of(folder)) == before != identify()
-    weights(folder, b"new")
-    assert identify(**settings_of(folder)) != before
+    one, copy = (weights(tmp_path / name, b"old") for name in ("one", "copy"))
+    before = identify(**settings_of(kind, one))
+    assert identify(**settings_of(kind, one)) == before != identify()
+    if kind in OF_FILES:
+        assert identify(**settings_of(kind, copy)) == before, "wherever it lies"
+    weights(one, b"new")
+    assert identify(**settings_of(kind, one)) != before
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_tiered.config import (
-    GiB,
-    MiB,
-    NvmeConfig,
-    TierMode,
-)
+from sglang_tiered.config import GiB, MiB, NvmeConfig, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import flags_of
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
