@@ -28,7 +28,7 @@ NO_FLAG = {"log_level"}
     [
         {"tier_nvme_bytes": "1GiB"},  # its default follows the free disk
         {"tier_mode": "off", "page_size": 32},
-        {"tier_nvme_bytes": "1GiB", "tp_size": "1", "max_total_tokens": "2048", "page_size": "32"},
+        {"tier_nvme_bytes": "1GiB", "tp_size": "1", "max_total_tokens": "2048"},
         {"tier_mode": "host", "tier_host_bytes": 64 << 20, "max_total_tokens": 4096},
         {"tier_nvme_bytes": "64MiB", "tier_trust_mm_hashes": True, "tp_size": 1},
         {"tp_size": 2, "tier_nvme_bytes": 1 << 30, "hicache_write_policy": "write_back"},
@@ -68,7 +68,6 @@ def test_keywords_resolve_as_the_command_line(keywords: dict[str, Any], tmp_path
         ({"nnodes": 2}, "nnodes=2 needs a server"),
         ({"grpc_mode": True}, "grpc_mode is a server's"),
         ({"enable_hierarchical_cache": False}, "enable_hierarchical_cache=False leaves no tiers"),
-        ({"hicache_storage_backend": ""}, "--hicache-storage-backend names a storage backend"),
     ],
 )
 def test_refused_engine_touches_nothing(

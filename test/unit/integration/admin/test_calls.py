@@ -25,9 +25,8 @@ class Ranks:
     def __init__(self, begin: Callable[[int], Any]) -> None:
         self._barrier = threading.Barrier(NUM_RANKS, timeout=20)
         self._told: list[torch.Tensor] = [torch.empty(0)] * NUM_RANKS
-        self._calls = [
-            Calls({"call": lambda *_, rank=rank: begin(rank)}) for rank in range(NUM_RANKS)
-        ]
+        begins = [lambda *_, rank=rank: begin(rank) for rank in range(NUM_RANKS)]
+        self._calls = [Calls({"call": each}) for each in begins]
 
     def _exchange(self, rank: int, data: torch.Tensor) -> None:
         self._told[rank] = data.clone()
@@ -36,24 +35,22 @@ class Ranks:
         data.copy_(torch.stack(self._told).amin(dim=0))
         self._barrier.wait()
 
-    def _ask(self, rank: int, number: str, body: dict[str, Any]) -> Any:
-        cache: Any = SimpleNamespace(
-            _all_reduce_attn_groups=lambda data, _: self._exchange(rank, data),
-            attn_tp_group=SimpleNamespace(size=lambda: NUM_RANKS, rank=lambda: rank),
-            attn_cp_group=None,
-            tp_world_size=NUM_RANKS,
-        )
+    def _ask(self, rank: int, body: dict[str, Any]) -> Any:
+        group = SimpleNamespace(size=lambda: NUM_RANKS, rank=lambda: rank)
+        cache: Any = SimpleNamespace(attn_tp_group=group, attn_cp_group=None)
+        cache._all_reduce_attn_groups = lambda data, _: self._exchange(rank, data)
+        cache.tp_world_size = NUM_RANKS
         try:
-            return self._calls[rank].answer(cache, "call", number, body)
+            return self._calls[rank].answer(cache, "call", "n", body)
         except threading.BrokenBarrierError:
             raise
         except Exception as error:
             return str(error)
 
-    def ask(self, number: str = "n", **body: Any) -> list[Any]:
+    def ask(self, **body: Any) -> list[Any]:
         """One question; the answers of all ranks."""
         with ThreadPoolExecutor(NUM_RANKS) as threads:
-            asked = [threads.submit(self._ask, rank, number, body) for rank in range(NUM_RANKS)]
+            asked = [threads.submit(self._ask, rank, body) for rank in range(NUM_RANKS)]
             return [each.result() for each in asked]
 
 

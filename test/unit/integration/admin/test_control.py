@@ -98,9 +98,11 @@ def ask(scheduler: Scheduler, number: str, **body: Any) -> dict[str, Any]:
     return answer
 
 
-def receive(scheduler: Scheduler, request: Any) -> Any:
-    scheduler.control.after_request(None, request, "rid")
-    return request
+def arrives(scheduler: Scheduler) -> Any:
+    """A request of tenant a."""
+    made = request("a")
+    scheduler.control.after_request(None, made, "rid")
+    return made
 
 
 def test_busy_scheduler_hides_the_tenant_until_idle(purged: HiddenTenants) -> None:
@@ -111,7 +113,7 @@ def test_busy_scheduler_hides_the_tenant_until_idle(purged: HiddenTenants) -> No
     assert recents.find("1") is None
     waiting, other = scheduler.waiting_queue
     (compiling,) = scheduler.grammar_manager.grammar_queue
-    new = receive(scheduler, request("a"))
+    new = arrives(scheduler)
     assert new.extra_key == waiting.extra_key == compiling.extra_key != "a" != other.extra_key
     assert purged.is_hidden("a", None)
     scheduler.control.after_idle()
@@ -131,7 +133,7 @@ def test_requests_in_a_handoff_get_new_keys() -> None:
     bootstrapping = request("a")
     scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[bootstrapping])
     ask(scheduler, "prefill", extra_key="a")
-    assert bootstrapping.extra_key == receive(scheduler, request("a")).extra_key != "a"
+    assert bootstrapping.extra_key == arrives(scheduler).extra_key != "a"
     scheduler.disaggregation_mode = DisaggregationMode.DECODE
     waiting, promised, held = (request("a") for _ in range(3))
     promised.kv.req_pool_idx = 0
@@ -143,7 +145,7 @@ def test_requests_in_a_handoff_get_new_keys() -> None:
     for each in (promised, held):
         each.session = None
     ask(scheduler, "decode", extra_key="a")
-    assert waiting.extra_key == held.extra_key == receive(scheduler, request("a")).extra_key != "a"
+    assert waiting.extra_key == held.extra_key == arrives(scheduler).extra_key != "a"
     assert promised.extra_key == "a"
 
 
@@ -153,7 +155,7 @@ def test_refused_flush_leaves_the_tenant_hidden(purged: HiddenTenants) -> None:
     scheduler.refuses_flushes = True
     assert ask(scheduler, "refused", extra_key="a")["in_memory"] == "hidden"
     assert scheduler.num_flushes == 0
-    new = receive(scheduler, request("a"))
+    new = arrives(scheduler)
     assert new.extra_key != "a", "a request of the tenant matches what the tree still holds"
     scheduler.refuses_flushes = False
     scheduler.control.after_idle()

@@ -151,14 +151,6 @@ def test_what_was_never_computed_is_not_pinned(world: CacheWorld, ask: Caller) -
     assert ask.pin(input_ids=list(A))["num_missing"] == len(A) - PAGE
 
 
-def test_detached_tiers_can_be_attached_again(world: CacheWorld, ask: Caller) -> None:
-    note(world, "1", A)
-    assert world.cache.detach_storage_backend()[0]
-    for method in ("checkpoint", "pin", "unpin", "prefetch", "conversations"):
-        answer = ask(method, rid="1", now=0.0)
-        assert (answer["status"], answer["error"]) == (503, calls.DETACHED)
-
-
 def test_every_conversation_is_on_one_page(
     world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:

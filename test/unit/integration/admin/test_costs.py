@@ -178,16 +178,6 @@ def record(rank: int = 0, *, at: float = 0.0) -> RankCosts:
     return record_of(MODEL, rank=rank, at=at, server="")
 
 
-def test_each_rank_has_a_place() -> None:
-    with CostBoard.create(2) as board:
-        for turn in range(5):
-            for rank in (1, 0):
-                board.write(record(rank, at=float(turn)), 0.0)
-        assert [(found.rank, found.at) for found in board.read()] == [(0, 4.0), (1, 4.0)]
-        with pytest.raises(ValueError, match="no place for .* of rank 2: the board has 2 ranks"):
-            board.write(record(2), 0.0)
-
-
 def test_half_a_record_leaves_the_one_before() -> None:
     """As a writer leaves it that is killed meanwhile."""
     with CostBoard.create(1) as board:

@@ -4,7 +4,8 @@ roles, one order to one start of one server."""
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sglang.srt import runtime_context
@@ -18,15 +19,11 @@ CALLS = (COSTS_CALL, SWITCH_CALL, "GET /tier/tenants", "POST /flush_cache")
 OTHER_BOOT = "00" * 16
 
 
-class Serving(NamedTuple):
-    """What SGLang tells of the server to its process of HTTP."""
-
-    fastapi_root_path: str = ""
-
-
 @pytest.fixture(autouse=True)
 def serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_context, "get_serving", Serving)
+    """What SGLang tells of the server to its process of HTTP."""
+    serving = SimpleNamespace(fastapi_root_path="")
+    monkeypatch.setattr(runtime_context, "get_serving", lambda: serving)
 
 
 @pytest.fixture

@@ -7,28 +7,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.disaggregation import role_switch as of_sglang
-from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import PdRoleSwitchReqInput, PdRoleSwitchReqOutput
 
 from sglang_tiered.integration.admin import role_switch
 from sglang_tiered.integration.admin.role_switch import ModelDoor, around_switch, is_draining
-from sglang_tiered.policy.server_costs import IN_PROGRESS, NOT_IDLE, switch_key
+from sglang_tiered.policy.server_costs import NOT_IDLE, switch_key
 
 DECODE = PdRoleSwitchReqInput(new_role="decode")
 BROKEN = "role switch failed; instance unhealthy"
 
 
 class Server:
-    """SGLang's ``TokenizerManager``. ``answers``: of its schedulers, in their order; the last one
-    again and again. ``asked``: whether each question was one to prepare, and whether routers were
-    told that it drains."""
+    """SGLang's ``TokenizerManager``. ``answers``: of its schedulers, the last again and again.
+    ``asked``: whether each question was one to prepare, and whether routers knew that it drains."""
 
     def __init__(self, *answers: str, running: int = 0) -> None:
         self.answers = list(answers)
         self.asked: list[tuple[bool, bool]] = []
-        self.role = "prefill"
         self.gracefully_exit = False
         self.rid_to_state = dict.fromkeys(range(running))
         self.passed: list[str] = []
@@ -37,13 +33,8 @@ class Server:
     async def switch(self, _: Any, message: Any, __: Any = None) -> Any:
         self.asked.append((message.prepare_only, is_draining(self)))
         said = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        return PdRoleSwitchReqOutput(
-            success=said in ("ok", "ready"),
-            message=said,
-            old_role=self.role,
-            new_role=message.new_role,
-            safe_to_restore=said != BROKEN,
-        )
+        told = {"message": said, "old_role": "prefill", "new_role": message.new_role}
+        return PdRoleSwitchReqOutput(success=said == "ok", safe_to_restore=said != BROKEN, **told)
 
     def ask(self) -> Any:
         return asyncio.run(around_switch(self.switch, self, DECODE))
@@ -126,7 +117,7 @@ def test_final_refusal_comes_at_once(after: int) -> None:
 
 def test_broken_switch_gets_no_more_requests() -> None:
     """SGLang rolls nothing back."""
-    server = Server("ready", BROKEN)
+    server = Server("ok", BROKEN)
     assert server.ask().message == BROKEN
     assert is_draining(server) and asyncio.run(ask_door(server)) == 503
 
@@ -156,17 +147,3 @@ def test_key_for_one_role_orders_no_other(role: str) -> None:
     assert answer.success is (role == "decode")
     assert [prepares for prepares, _ in server.asked] == [True, False][: 1 + answer.success]
     assert not is_draining(server)
-
-
-def test_sglang_refuses_for_now_in_these_words() -> None:
-    """By which a refusal that ends is told from one that does not."""
-    scheduler: Any = SimpleNamespace(
-        disaggregation_mode=DisaggregationMode.PREFILL,
-        server_args=SimpleNamespace(enable_pd_role_switch=True),
-        _pd_role_switch_unhealthy=False,
-        _pd_role_switch_in_progress=False,
-        is_fully_idle=lambda: False,
-    )
-    assert of_sglang.handle_pd_role_switch(scheduler, DECODE).message.startswith(NOT_IDLE)
-    scheduler._pd_role_switch_in_progress = True
-    assert of_sglang.handle_pd_role_switch(scheduler, DECODE).message == IN_PROGRESS

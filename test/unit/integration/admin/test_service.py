@@ -115,16 +115,6 @@ def test_replicas_forget_what_any_of_them_knows() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [CheckpointCall, PinCall, PrefetchCall])
-def test_rid_is_repeated_for_replicas_without_it(kind: Any) -> None:
-    under_way = {**UNDER_WAY, "num_in_memory": 0, "num_loading": 64}
-    done = {**DONE, "num_in_memory": 128, "num_loading": 0}
-    body = {"rid": "r", **({"wait_s": 30} if kind is PrefetchCall else {})}
-    report, manager = call(kind, body, [under_way, UNKNOWN], [done, UNKNOWN])
-    assert report.status == 200
-    assert [message.body["rid"] for message in manager.asked] == ["r", "r"]
-
-
 @pytest.mark.parametrize(
     ("kind", "body", "answers", "status", "sentence"),
     [

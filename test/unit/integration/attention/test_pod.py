@@ -230,7 +230,6 @@ def test_window_never_reads_its_freed_keys() -> None:
 
 POD = {"attention_backend": "pod"}
 MIXED = {**POD, "enable_mixed_chunk": True}
-DRAFT = {"speculative_algorithm": "NGRAM", "speculative_draft_attention_backend": "triton"}
 
 
 @pytest.mark.parametrize(
@@ -240,11 +239,9 @@ DRAFT = {"speculative_algorithm": "NGRAM", "speculative_draft_attention_backend"
         ({**POD, "prefill_attention_backend": "fa3"}, "never see a mixed batch.*here fa3;"),
         ({**POD, "enable_deterministic_inference": True}, "--enable-deterministic-inference; drop"),
         ({"prefill_attention_backend": "pod", "speculative_algorithm": "EAGLE"}, "-backend triton"),
-        ({**MIXED, "chunked_prefill_size": -1}, "no effect with --chunked-prefill-size -1"),
         ({**MIXED, "chunked_prefill_size": 100}, "100 has no whole page of 64 left .*at least 128"),
         ({**MIXED, "chunked_prefill_size": 128}, None),
         ({**POD, "decode_attention_backend": "fa3"}, None),
-        ({**POD, **DRAFT}, None),
     ],
 )
 def test_flags_that_void_the_backend_are_refused(

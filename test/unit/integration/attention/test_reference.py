@@ -22,17 +22,11 @@ from attention_world import (
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
-    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
-        AttnForwardMethod,
-    )
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_tiered.integration.attention import registration
     from sglang_tiered.integration.attention.reference import ReferenceAttnBackend
 
 STEPS = [
@@ -184,16 +178,3 @@ def test_unsupported_attention_is_refused() -> None:
     verify.extend_seq_lens = None
     with pytest.raises(NotImplementedError, match="TARGET_VERIFY"):
         ours.init_forward_metadata(verify)
-
-
-def test_mla_model_always_uses_the_absorbed_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
-    registration.register()
-    create = ATTENTION_BACKENDS["reference"]
-    runner = World(mha_pool()).runner
-    assert isinstance(create(runner), ReferenceAttnBackend)
-    assert AttentionBackendRegistry.get_handler("reference") is None
-    runner.use_mla_backend = True
-    create(runner)
-    handler = AttentionBackendRegistry.get_handler("reference")
-    assert handler(object(), object()) is AttnForwardMethod.MLA

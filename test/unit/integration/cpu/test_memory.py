@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from sglang.srt.configs.model_config import ModelConfig
 
-from kit.small_model import write_small_model
 from sglang_tiered import launch_server
 from sglang_tiered.config import GiB, MiB
 from sglang_tiered.errors import ConfigError
@@ -51,36 +47,12 @@ def test_refused_model_names_needed_and_available_memory() -> None:
         host_size.check_host_bytes(GiB, 512 * MiB)
 
 
-@pytest.mark.parametrize(
-    ("stored", "loaded", "quantized", "factor"),
-    [
-        ("float32", "float16", False, 0.5),  # what SGLang does by default
-        ("bfloat16", "float32", False, 2.0),
-        ("bfloat16", "float32", True, 1.0),
-        (None, "float32", False, 1.0),
-    ],
-)
-def test_weights_count_with_their_size_in_memory(
-    stored: str | None, loaded: str, quantized: bool, factor: float
-) -> None:
-    hf_config = SimpleNamespace(dtype=stored, quantization_config={} if quantized else None)
-    model = SimpleNamespace(hf_config=hf_config, dtype=getattr(torch, loaded))
-    assert memory._widening(model) == factor
-
-
 def test_working_set_counts_one_copy_of_the_weights(tmp_path: Path) -> None:
     names = ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors")
     for name in (*names, "pytorch_model.bin", "training_args.bin"):
         (tmp_path / name).write_bytes(bytes(5000))
     copy = one_copy([*tmp_path.iterdir()])
     assert {file.name for file in copy} == {"model-1.safetensors", "model-2.safetensors"}
-
-
-def test_token_bytes_equal_the_device_pools(tmp_path: Path) -> None:
-    model = ModelConfig(str(write_small_model(tmp_path / "model")), dtype="float32")
-    # Keys and values of 3 layers of 2 heads of 32 floats.
-    assert memory.token_bytes(model, "auto") == 2 * 3 * 2 * 32 * 4
-    assert memory.token_bytes(model, "fp8_e4m3") == 2 * 3 * 2 * 32
 
 
 def test_unusable_gpu_is_not_replaced_by_the_cpu(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import pkgutil
-import subprocess
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from kit.commands import ran
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import plugin
 from sglang_tiered.integration.cuda_native import host_copies, platform
@@ -23,59 +23,37 @@ from sglang_tiered.integration.launch import accelerator
 FIND_SPEC = importlib.util.find_spec
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with CUDA, as far as torch says."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+@pytest.mark.parametrize(
+    ("machine", "kernels", "is_native"),
+    [("cuda", True, False), ("cuda", False, True), ("rocm", False, False), ("cpu", False, False)],
+)
+def test_cuda_without_kernels_gets_the_native_platform(
+    monkeypatch: pytest.MonkeyPatch, machine: str, kernels: bool, is_native: bool
+) -> None:
+    for module in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(module, "is_available", lambda: machine != "cpu")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4" if machine == "rocm" else None)
     monkeypatch.setattr(platform, "_hidden", [])
-    return monkeypatch
 
-
-def with_kernels(patch: pytest.MonkeyPatch, are_there: bool) -> None:
     def find(name: str, package: str | None = None) -> Any:
-        return (object() if are_there else None) if name == "sgl_kernel" else FIND_SPEC(name)
+        return (object() if kernels else None) if name == "sgl_kernel" else FIND_SPEC(name)
 
-    patch.setattr(importlib.util, "find_spec", find)
-
-
-def test_cuda_with_its_kernels_stays_sglangs_own(cuda: pytest.MonkeyPatch) -> None:
-    with_kernels(cuda, True)
-    assert plugin.activate_platform() is None
-    assert torch.version.cuda == "13.0"
-
-
-def test_cuda_without_kernels_gets_the_native_platform(cuda: pytest.MonkeyPatch) -> None:
-    with_kernels(cuda, False)
-    name = plugin.activate_platform()
-    assert name is not None and pkgutil.resolve_name(name) is NativeCudaPlatform
-    assert torch.version.cuda is None
-    assert platform._hidden == ["13.0"]
-
-
-def test_rocm_and_cpu_never_get_the_native_platform(cuda: pytest.MonkeyPatch) -> None:
-    with_kernels(cuda, False)
-    cuda.setattr(torch.version, "hip", "6.4")
-    assert not accelerator.lacks_kernels()
-    cuda.setattr(torch.version, "hip", None)
-    cuda.setattr(torch.cuda, "is_available", lambda: False)
-    assert not accelerator.lacks_kernels()
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    assert accelerator.lacks_kernels() is is_native
+    if machine == "cuda":
+        name = plugin.activate_platform()
+        assert (name and pkgutil.resolve_name(name)) is (NativeCudaPlatform if is_native else None)
+        assert torch.version.cuda == (None if is_native else "13.0")
 
 
 def arguments(**given: Any) -> SimpleNamespace:
-    defaults = {
-        "speculative_algorithm": None,
-        "attention_backend": None,
-        "prefill_attention_backend": None,
-        "decode_attention_backend": None,
-        "sampling_backend": None,
-        "enable_hierarchical_cache": True,
-        "hicache_io_backend": "kernel",
-        "hicache_mem_layout": "page_first",
-    }
-    return SimpleNamespace(**{**defaults, **given})
+    backends = [f"{use}attention_backend" for use in ("", "prefill_", "decode_")]
+    defaults: dict[str, Any] = dict.fromkeys(
+        [*backends, "speculative_algorithm", "sampling_backend"]
+    )
+    defaults |= {"enable_hierarchical_cache": True, "hicache_io_backend": "kernel"}
+    return SimpleNamespace(**{**defaults, "hicache_mem_layout": "page_first", **given})
 
 
 def test_defaults_need_no_compiled_kernel() -> None:
@@ -146,13 +124,7 @@ def test_sglang_imports_on_cuda_without_its_kernels() -> None:
         base.HostKVCache.destroy(SimpleNamespace(kv_buffer=torch.empty(1), pin_memory=True))
         print("imported")
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = ran(sys.executable, "-W", "ignore", "-c", textwrap.dedent(program), timeout_s=240)
     assert done.stdout.endswith("unregistered imported\n"), done.stderr[-3000:]
 
 

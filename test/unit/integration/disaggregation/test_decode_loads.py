@@ -46,15 +46,12 @@ class Decode:
         self.queue.queue.append(entry)
         return entry
 
-    def shakes_hands(self) -> None:
-        """SGLang's poll finds prefill ready for all of them; what it is made to go on with."""
-        for entry in self.queue.queue:
-            entry.waiting_for_input = True
-        decode_loads.after_handshakes(None, self.queue)
-
     def waits(self, entry: DecodeRequest) -> bool:
+        """SGLang's poll finds prefill ready for all of them; what it is made to go on with."""
         self.cache.check_hicache_events()
-        self.shakes_hands()
+        for each in self.queue.queue:
+            each.waiting_for_input = True
+        decode_loads.after_handshakes(None, self.queue)
         return not entry.waiting_for_input
 
     def promise(self, entry: DecodeRequest) -> int:
@@ -70,11 +67,8 @@ class Decode:
     def restores(self, entry: DecodeRequest) -> int:
         """How much of the promise gets to the device."""
         req = entry.req
-        loaded, _ = self.cache.init_load_back(
-            InitLoadBackParams(
-                best_match_node=req.best_match_node, host_hit_length=req.host_hit_length, req=req
-            )
-        )
+        of_match = {"best_match_node": req.best_match_node, "host_hit_length": req.host_hit_length}
+        loaded, _ = self.cache.init_load_back(InitLoadBackParams(req=req, **of_match))
         return int(req.prefix_len + loaded)
 
 

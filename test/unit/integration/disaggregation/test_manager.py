@@ -26,10 +26,10 @@ ROOM = 7
 SERVER = "192.0.2.1:1"
 
 
-def manager_of(kind: type[Any], tp_size: int = 1) -> Any:
+def manager_of(kind: type[Any]) -> Any:
     role: Any = DecodeKVManager if kind is ZmqKVReceiver else PrefillKVManager
     manager = role.__new__(role)
-    manager.attn_tp_size, manager.pp_size = tp_size, 1
+    manager.attn_tp_size = manager.pp_size = 1
     manager.failure_lock, manager.failure_records = threading.Lock(), {}
     manager.leaving = set()
     manager.request_status = {}
@@ -45,13 +45,6 @@ def manager_of(kind: type[Any], tp_size: int = 1) -> Any:
     manager.endpoint, manager.bootstrap_client = Mock(), Mock()
     manager.bootstrap_client.lookup_failure = lambda _: None
     return manager
-
-
-class Event:
-    happened = False
-
-    def query(self) -> bool:
-        return self.happened
 
 
 def reason_of(end: Any) -> KVTransferError:
@@ -133,7 +126,8 @@ def test_late_page_numbers_are_read_once_written() -> None:
     manager = manager_of(ZmqKVSender)
     manager.request_status = {ROOM: KVPoll.WaitingForInput}
     manager.pp_group = SimpleNamespace(is_last_rank=True)
-    numbers, written, computed = torch.zeros(3, dtype=torch.int64), Event(), Event()
+    numbers, computed, written = torch.zeros(3, dtype=torch.int64), Mock(), Mock()
+    computed.query.return_value = written.query.return_value = False
     manager.add_transfer_request(
         ROOM, numbers, slice(0, 3), False, wait_event=computed, indices_event=written
     )
@@ -141,7 +135,7 @@ def test_late_page_numbers_are_read_once_written() -> None:
     numbers.copy_(torch.tensor([5, 1, 4]))
     for event in (computed, written):
         assert not chunk.is_computed()
-        event.happened = True
+        event.query.return_value = True
     assert chunk.is_computed()
     assert list(chunk.pages) == [5, 1, 4]
 

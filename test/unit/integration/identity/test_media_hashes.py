@@ -103,8 +103,7 @@ def test_trusted_hashes_and_untiered_servers_are_untouched(configure: Configure,
 
 
 def stand_in() -> int:
-    """Return the placeholder of an image in page keys, which any holder of the image can
-    compute."""
+    """The placeholder of an image in page keys, which any holder of the image can compute."""
     item = MultimodalDataItem(modality=Modality.IMAGE, feature=torch.arange(4.0))
     item.set_pad_value()
     return int(item.pad_value)

@@ -70,13 +70,3 @@ def test_forgotten_beginnings_go_too() -> None:
     others = [PrefixSelector(array("q", [number] * 12), None, None) for number in range(9)]
     recent.forget([*others, marked], 4, 4, purged.original)
     assert [each.rid for each in recent.of_tenant(NO_TENANT)] == ["key", "other", "4", "3"]
-
-
-def test_short_ones_go_where_nothing_is_kept() -> None:
-    recent = RecentRequests()
-    for end in (3, 5):
-        recent.note_request(str(end), PrefixSelector(array("q", range(end)), None, None), NO_TENANT)
-    recent.forget(
-        [PrefixSelector(array("q", range(3)), None, None)], 0, 4, HiddenTenants().original
-    )
-    assert recent.find("3") is None and recent.find("5")

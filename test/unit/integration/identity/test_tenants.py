@@ -66,13 +66,6 @@ def test_a_purge_of_everything_concerns_all_and_none(purged: HiddenTenants) -> N
     assert purged.is_hidden(None, None) and not purged.is_hidden(untenanted, None)
 
 
-def test_sglangs_suffix_of_a_marked_key_counts(purged: HiddenTenants) -> None:
-    purged.quarantine(A)
-    assert purged.tenant_of(f"{purged.key_of('a', 'salt')}|ns", "salt") == tenant_digest(
-        "a|ns", "salt"
-    )
-
-
 def test_user_key_is_never_read_as_mark() -> None:
     purged, other = HiddenTenants(), HiddenTenants()
     other.quarantine(A)

@@ -34,17 +34,6 @@ def test_model_that_would_run_without_tiers_is_refused(
     assert message.endswith("pass --tier-mode off.") and "\n" not in message
 
 
-@pytest.mark.parametrize("name", ["enable_return_routed_experts", "enable_return_indexer_topk"])
-def test_rows_kept_by_slot_are_refused(name: str) -> None:
-    """A prefix from a tier would answer with the rows of whoever had its slots before."""
-    off = {"enable_return_routed_experts": False, "enable_return_indexer_topk": False}
-    model_support._check_rows_by_slot(SimpleNamespace(**off))
-    flag = "--" + name.replace("_", "-")
-    with pytest.raises(ConfigError, match=f"{flag} would answer with rows of other") as caught:
-        model_support._check_rows_by_slot(SimpleNamespace(**{**off, name: True}))
-    assert str(caught.value).endswith("pass --tier-mode off.")
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

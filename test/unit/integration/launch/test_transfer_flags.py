@@ -90,11 +90,3 @@ def test_who_may_decode_alone_is_noted() -> None:
     assert "--transfer-allow" in (isolation(given, resolve_transfer(given)) or "")
     for more in ({"host": "::1"}, {"enable_pd_role_switch": False}, {"transfer_allow": "::/0"}):
         assert isolation({**given, **more}, resolve_transfer({**given, **more})) is None
-
-
-def test_flags_of_another_role_or_backend_are_refused() -> None:
-    nixl = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "nixl"}
-    assert resolve_transfer(nixl) is None
-    for explicit in ({}, nixl):
-        with pytest.raises(ConfigError, match="--transfer-connections 2 is for"):
-            resolve_transfer({**explicit, "transfer_connections": "2"})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,10 +15,8 @@ from sglang.srt.mem_cache.utils import (
     hash_str_to_int64,
 )
 
-from sglang_tiered.integration.admin.costs import event_source
 from sglang_tiered.integration.observe.kv_events import _Node
-from sglang_tiered.policy.server_costs import EventSource
-from sglang_tiered.route.events import apply, publisher_of
+from sglang_tiered.route.events import apply
 from sglang_tiered.route.pages import HeldPages
 from sglang_tiered.route.prompt import Prompt, page_keys
 from sglang_tiered.sharing.mirror import fingerprints_of
@@ -30,26 +26,6 @@ from sglang_tiered.sharing.mirror import fingerprints_of
 def test_batch_of_another_kind_is_refused(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         apply(HeldPages(), 0, payload)
-
-
-@pytest.mark.parametrize(
-    ("told", "source"),
-    [
-        ({"publisher": "null"}, None),
-        ({"endpoint": "ipc:///tmp/x"}, None),
-        (
-            {"endpoint": "tcp://[::1]:1", "replay_endpoint": "tcp://*:2", "format": "dynamo"},
-            EventSource("[::1]", 1, "", 2, by_tenant=True),
-        ),
-    ],
-)
-def test_costs_say_where_events_are(told: dict[str, str], source: EventSource | None) -> None:
-    text = json.dumps({"publisher": "zmq", "topic": "", **told})
-    sizes = {"page_size": 64, "dp_size": 2, "attn_dp_size": 1, "dcp_size": 1}
-    settings = SimpleNamespace(kv_events_config=text, load_publish_endpoint=None, **sizes)
-    assert event_source(settings) == source
-    found = publisher_of(EventSource("*", 5557, "kv", 7000), "http://[::1]:80", 2)
-    assert found == ("tcp://[::1]:5559", "tcp://[::1]:7002", "kv"), "of the third replica"
 
 
 PAGE = 16

@@ -61,20 +61,6 @@ def test_scheduler_waits_for_no_hung_disk(path: Path) -> None:
     assert rids(path) == ["first", *(f"r{number}" for number in range(10))]
 
 
-def test_killed_server_loses_no_line_before(path: Path) -> None:
-    killed, writer = LineWriter(path, max_bytes=LARGE), LineWriter(path, max_bytes=LARGE)
-    killed.put(*ended("before"))  # which the kernel has, though nothing is closed
-    eventually(lambda: path.exists() and path.read_bytes().endswith(b"\n"))
-    with path.open("ab") as file:
-        file.write(b'{"v":1,"rid":"half')  # as a kill in the middle of a write leaves it
-    writer.put(*ended("next"))
-    writer.close()
-    killed.close()
-    first, half, last = path.read_bytes().splitlines()
-    assert half == b'{"v":1,"rid":"half'
-    assert [json.loads(line)["rid"] for line in (first, last)] == ["before", "next"]
-
-
 def test_two_files_are_all_there_is(path: Path) -> None:
     writer = LineWriter(path, max_bytes=2048)
     for number in range(100):
