@@ -128,9 +128,6 @@ def test_sglang_imports_on_cuda_without_its_kernels() -> None:
     assert done.stdout.endswith("unregistered imported\n"), done.stderr[-3000:]
 
 
-# ---- Host copies, whose bytes ``cpu/test_platform.py`` compares ----
-
-
 PAGE, LAYERS, NUM_PAGES = 4, 3, 24
 
 

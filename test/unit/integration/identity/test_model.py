@@ -103,9 +103,6 @@ def test_quantised_file_of_its_own_is_a_model(tmp_path: Path) -> None:
     assert digest(one, "gguf") == digest(two, "gguf")
 
 
-# ---- Weights that cannot be told start anew ----
-
-
 def test_folder_without_a_weight_file_is_unique(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,9 +128,6 @@ def test_weights_changed_during_the_read_are_unique(model: Path) -> None:
     (model / "config.json").write_text('{"rope_theta": 20000}')
     names = {name(identity) for _ in range(2)}
     assert len(names) == 2 and all(map(is_unresolved, names))
-
-
-# ---- Hub names ----
 
 
 def put_into_hub(cache: Path, files: dict[str, bytes], commit: str = "c" * 40) -> None:
@@ -181,6 +175,3 @@ def test_download_folder_precedes_the_hub_cache(hub: Path, tmp_path: Path) -> No
     assert digest("org/model", download_dir=tmp_path / "absent") == old
     put_into_hub(hub, {"config.json": b'{"rope_theta": 1}'}, "d" * 40)
     assert digest("org/model", download_dir=tmp_path / "other") != new
-
-
-# ---- Files that settings name ----

@@ -238,9 +238,6 @@ def test_storage_attached_after_an_update_ignores_files(
     assert identify() != identify()
 
 
-# ---- What must be equal on two servers that hand KV over ----
-
-
 def test_ranks_cut_otherwise_have_the_same_model(model: Path) -> None:
     """``--tp-size`` 1 hands over to 2, though neither finds the other's stored pages."""
     with get_context().override_server_args(model_path=str(model)):
