@@ -35,22 +35,22 @@ class Ranks:
         data.copy_(torch.stack(self._told).amin(dim=0))
         self._barrier.wait()
 
-    def _ask(self, rank: int, body: dict[str, Any]) -> Any:
+    def _ask(self, rank: int, number: str, body: dict[str, Any]) -> Any:
         group = SimpleNamespace(size=lambda: NUM_RANKS, rank=lambda: rank)
         cache: Any = SimpleNamespace(attn_tp_group=group, attn_cp_group=None)
         cache._all_reduce_attn_groups = lambda data, _: self._exchange(rank, data)
         cache.tp_world_size = NUM_RANKS
         try:
-            return self._calls[rank].answer(cache, "call", "n", body)
+            return self._calls[rank].answer(cache, "call", number, body)
         except threading.BrokenBarrierError:
             raise
         except Exception as error:
             return str(error)
 
-    def ask(self, **body: Any) -> list[Any]:
+    def ask(self, number: str = "n", **body: Any) -> list[Any]:
         """One question; the answers of all ranks."""
         with ThreadPoolExecutor(NUM_RANKS) as threads:
-            asked = [threads.submit(self._ask, rank, body) for rank in range(NUM_RANKS)]
+            asked = [threads.submit(self._ask, rank, number, body) for rank in range(NUM_RANKS)]
             return [each.result() for each in asked]
 
 
@@ -109,3 +109,24 @@ def test_least_numbers_and_first_bytes_count() -> None:
     assert ranks.ask(rid="r") == expected
     held[1] = 9
     assert ranks.ask() == expected, "it has ended, and keeps its answer alone"
+
+
+def test_ended_calls_give_way_to_those_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_MAX_ENTRIES", 2)
+    ends = False
+
+    def begin(_: int) -> Steps:
+        while not ends:
+            yield NOT_YET
+        return {"done": True}
+
+    ranks = Ranks(begin)
+    ranks.ask("1", rid="r")
+    ends = True
+    for number in "234":
+        assert ranks.ask(number, rid="r") == [{"done": True}] * NUM_RANKS
+    ends = False
+    assert ranks.ask("1") == [NOT_YET] * NUM_RANKS
+    for number in "56":
+        ranks.ask(number, rid="r")
+    assert ranks.ask("1")[0]["status"] == 503, "the oldest was dropped"

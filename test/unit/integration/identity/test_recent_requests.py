@@ -70,3 +70,5 @@ def test_forgotten_beginnings_go_too() -> None:
     others = [PrefixSelector(array("q", [number] * 12), None, None) for number in range(9)]
     recent.forget([*others, marked], 4, 4, purged.original)
     assert [each.rid for each in recent.of_tenant(NO_TENANT)] == ["key", "other", "4", "3"]
+    recent.drop_tenant(None)
+    assert not list(recent.of_tenant(NO_TENANT))

@@ -14,7 +14,7 @@ from kit.process_stats import FULL, STATS, with_engine
 from kit.promtool import check_metrics
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
-from sglang_tiered.metrics import BOUNDS_S, METRICS, Durations
+from sglang_tiered.metrics import METRICS
 from sglang_tiered.storage.base import TierStats
 from sglang_tiered.storage.encoding import EncodingStats
 from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
@@ -83,22 +83,3 @@ def test_counters_follow_the_engine_and_never_double(value: Callable[..., float 
     assert value("stored_pages_total", tier="nvme") == 10
     corrupt = {"tier": "nvme", "operation": "load", "reason": "corrupt"}
     assert value("page_outcomes_total", **corrupt) == 4
-
-
-def test_histogram_equals_what_was_recorded(value: Callable[..., float | None]) -> None:
-    durations, now = Durations(), [0.0]
-    took = [0.0, 0.0001, 0.00011, 0.02, 0.03, 0.03, 59.9, 60.0, 1000.0]
-    exporter = MetricsExporter(
-        lambda: with_engine(store_durations=durations.take()), clock=lambda: now[0], labels=RANK
-    )
-    for seconds in took:
-        exporter.export()
-        durations.record(seconds)
-        now[0] += 1.0
-    exporter.export()
-    name = "store_duration_seconds"
-    assert value(f"{name}_count", tier="nvme") == len(took)
-    assert value(f"{name}_sum", tier="nvme") == pytest.approx(sum(took))
-    for bound in BOUNDS_S:
-        at_most = sum(seconds <= bound for seconds in took)
-        assert value(f"{name}_bucket", tier="nvme", le=str(bound)) == at_most, bound
