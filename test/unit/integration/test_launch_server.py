@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import hashlib
-import json
 import os
-import pathlib
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,20 +15,16 @@ from typing import Any
 
 import pytest
 from host_pools import storage_config
-from sglang.srt.server_args import ServerArgs
 
 from kit.small_model import write_small_model
-from kit.unprivileged import run_unprivileged
 from kit.waiting import finished
 from sglang_tiered import launch_server
 from sglang_tiered.codecs import PageLayout
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
-from sglang_tiered.integration.hooks import TIERS_INFO
 from sglang_tiered.integration.launch import start
 from sglang_tiered.integration.storage.shards import has_geometry, shard_name
 from sglang_tiered.integration.storage.tiers import open_shard
-from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import directory, format
@@ -53,165 +45,32 @@ def fingerprint(root: Path) -> dict[str, str]:
     }
 
 
-def refuse(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Start on ``path``; returns the one line printed. The model path does not even exist."""
-    code = launch_server.main([*ANY, "--tier-dir", str(path)])
-    error = capsys.readouterr().err
-    assert code == 2
-    assert gc.isenabled(), "what it collects no garbage for is its imports"
-    (line,) = [line for line in error.splitlines() if line.startswith("sglang-tiered:")]
-    return line
-
-
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("line", "content", "said"),
     [
-        (["--tier-colour", "blue"], "unrecognized arguments: --tier-colour blue; --help lists"),
-        (["--tier-mode"], "--tier-mode: expected one argument; --help lists"),
-        (["--port", "70000"], "--port 70000 is not a port"),
-        (["--tp", "two"], "invalid int value: 'two'; --help lists"),
-        (["--tier-nvme-bytes", "-1GiB"], "--tier-nvme-bytes -1GiB must be greater than zero"),
-        (
-            ["--tier-nvme-region-bytes", "4MiB"],
-            "is no flag; write tier-nvme-region-bytes: SIZE in the YAML file of --config.",
-        ),
-        (["--transfer-same-host=off"], "write transfer-same-host: {auto,off} in the YAML file"),
-        (["--transfer-window-bytes", "1"], "write transfer-window-bytes: SIZE in the YAML file"),
-        (["--transfer-peer-timeout", "9"], "write transfer-peer-timeout: TIME in the YAML file"),
+        ("--tier-colour blue", "", "unrecognized arguments: --tier-colour blue; --help lists"),
+        ("--port 70000", "", "--port 70000 is not a port"),
+        ("--tier-nvme-bytes -1GiB", "", "--tier-nvme-bytes -1GiB must be greater than zero"),
+        ("--tier-nvme-region-bytes 4MiB", "", "is no flag; write tier-nvme-region-bytes: SIZE in"),
+        ("--config {file}", None, "--config cannot be used"),
+        ("--config {file}", ": [", "--config cannot be used"),
+        ("--config={file}", "tier-nvme-region-bytes: 5MB", "5000000 must be a multiple"),
+        ("--config {file}", "tier-trust-mm-hashes: on\ntp: two", "invalid int value: 'two'"),
+        ("--config {file}", "tier-mode: off\ntier-dir: d", "--tier-dir d has no meaning with"),
+        ("--config={file}", "tier-dir:", "tier-dir has no value in {file} of --config; write one"),
+        ("--config {file}", "tier-dir: [null]", "tier-dir has no value in"),
     ],
 )
 def test_an_unusable_command_line_is_one_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch_server.main([*ANY, *arguments]) == 2
-    captured = capsys.readouterr()
-    assert sentence in captured.err and captured.err.count("\n") == 1
-    assert captured.out == ""
-
-
-def test_a_home_that_cannot_be_written_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
-    monkeypatch.setenv("SGLANG_CACHE_DIR", "restored with the rest")  # what main sets too
-    monkeypatch.delenv("SGLANG_CACHE_DIR")
-    assert launch_server.main([*ANY]) == 2
-    line = capsys.readouterr().err
-    assert "cannot be written (Not a directory)" in line and "XDG_CACHE_HOME" in line
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "--config cannot be used"),
-        (": [", "--config cannot be used"),
-        ("tier-mode: blue", "--tier-mode blue is unknown"),
-        ("tier-nvme-region-bytes: 5MB", "tier-nvme-region-bytes 5000000 must be a multiple"),
-        ("tier-trust-mm-hashes: on\ntp: two", "invalid int value: 'two'"),
-        ("tier-mode: off\ntier-dir: d", "--tier-dir d has no meaning with --tier-mode off"),
-        ("tier-dir:", "tier-dir has no value in {file} of --config; write one"),
-        ("tier-dir: [null]", "tier-dir has no value in"),
-        ("max-total-tokens: null", "max-total-tokens has no value in"),
-    ],
-)
-def test_a_configuration_file_is_judged_like_flags(
-    content: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str, content: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "server.yaml"
     if content is not None:
         file.write_text(content)
-    for words in ([f"--config={file}"], ["--config", str(file)]):
-        assert launch_server.main([*ANY, *words]) == 2
-        line = capsys.readouterr().err
-        assert said.format(file=file) in line and line.count("\n") == 1
-
-
-def test_a_port_in_use_is_refused_early(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert launch_server.main(["--model-path", "m", "--port", str(port)]) == 2
-    assert f"--port {port} is in use on 127.0.0.1" in capsys.readouterr().err
-
-
-def foreign_folder(path: Path, _: pytest.MonkeyPatch) -> None:
-    path.mkdir()
-    (path / "thesis.tex").write_text("years of work")
-
-
-def file_of_somebody(path: Path, _: pytest.MonkeyPatch) -> None:
-    path.write_text("x")
-
-
-def newer_store(path: Path, patch: pytest.MonkeyPatch) -> None:
-    with patch.context() as newer:
-        newer.setattr(directory, "STORE_VERSION", directory.STORE_VERSION + 1)
-        directory.prepare(path)
-
-
-@pytest.mark.parametrize(
-    ("make", "below", "said"),
-    [
-        (foreign_folder, "", "thesis.tex"),
-        (file_of_somebody, "", "not a directory"),
-        (file_of_somebody, "kv", "Not a directory"),
-        (newer_store, "", "newer"),
-    ],
-)
-def test_directory_of_others_is_refused_untouched(
-    make: Any,
-    below: str,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path = tmp_path / "kv"
-    make(path, monkeypatch)
-    before = fingerprint(tmp_path)
-    line = refuse(path / below, capsys)
-    assert said in line and "--tier-dir" in line and str(path / below) in line
-    assert fingerprint(tmp_path) == before
-
-
-def test_place_without_disk_space_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    line = refuse(pathlib.Path("/proc/sglang-tiered-test"), capsys)
-    assert "--tier-dir /proc/sglang-tiered-test has only 0B" in line
-
-
-@pytest.mark.timeout(600)  # a process that imports SGLang
-def test_directory_behind_a_closed_one_is_refused(tmp_path: Path) -> None:
-    closed = tmp_path / "closed"
-    (closed / "kv").mkdir(parents=True)
-    closed.chmod(0o600)
-    start = (
-        "import sys; from sglang_tiered.launch_server import main; "
-        "print([main(['--model-path', 'no/model', '--port', '0', '--tier-dir', path])"
-        " for path in sys.argv[1:]])"
-    )
-    places = [str(closed / below) for below in (".", "kv", "in/kv")]
-    ended = run_unprivileged([sys.executable, "-c", start, *places], timeout_s=600.0)
-    closed.chmod(0o700)
-    assert ended.stdout.splitlines()[-1:] == ["[2, 2, 2]"], ended.stderr
-    lines = [line for line in ended.stderr.splitlines() if line.startswith("sglang-tiered:")]
-    assert len(lines) == len(places)
-    for line in lines:
-        assert "(Permission denied)" in line and "--tier-dir" in line
-    assert fingerprint(tmp_path) == {}
-
-
-def test_unwritable_directory_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read_only(*args: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    # As a read-only mount answers; the tests may run as root, whom permissions do not stop.
-    monkeypatch.setattr(directory, "_write_manifest", read_only)
-    line = refuse(tmp_path / "kv", capsys)
-    assert "not writable (Read-only file system)" in line
+    assert launch_server.main([*ANY, *line.format(file=file).split()]) == 2
+    captured = capsys.readouterr()
+    assert said.format(file=file) in captured.err and captured.err.count("\n") == 1
+    assert captured.out == ""
 
 
 def test_directory_of_a_running_server_is_refused_untouched(
@@ -222,9 +81,11 @@ def test_directory_of_a_running_server_is_refused_untouched(
     directory.prepare(path)
     with DirectoryLock(path):
         before = fingerprint(tmp_path)
-        line = refuse(path, capsys)
-        assert "in use by process" in line and "--tier-dir" in line
+        assert launch_server.main([*ANY, "--tier-dir", str(path)]) == 2
+        said = capsys.readouterr().err
+        assert "in use by process" in said and "--tier-dir" in said
         assert fingerprint(tmp_path) == before
+    assert gc.isenabled(), "what it collects no garbage for is its imports"
 
 
 def test_unsupported_sglang_is_refused_before_its_import(
@@ -309,9 +170,8 @@ with contextlib.ExitStack() as held:
     os.wait()
 """
     command = [sys.executable, "-c", program, str(tmp_path / "kv")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as launcher:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as launcher:
         fork = int(launcher.stdout.readline())
         with pytest.raises(StoreLockedError, match=f"in use by process {launcher.pid};"):
             DirectoryLock(tmp_path / "kv", timeout_s=0)
@@ -319,6 +179,9 @@ with contextlib.ExitStack() as held:
         launcher.wait()
         os.kill(fork, 0)  # lives
         DirectoryLock(tmp_path / "kv", timeout_s=0).release()
+
+
+GROUPS = {(2, 0, 0), (2, 1, 0), (1, 0, 0), (1, 1, 0)}
 
 
 @pytest.mark.parametrize(
@@ -331,14 +194,8 @@ with contextlib.ExitStack() as held:
         # --tp-size 2 --dp-size 2
         ({"num_ranks": 4, "tp_size": 2}, {(2, 0, 0), (2, 0, 1), (1, 0, 0), (1, 0, 1)}),
         # --tp-size 4 --dp-size 2 --enable-dp-attention, on one machine and on two
-        (
-            {"num_ranks": 4, "tp_size": 2, "dp_size": 2},
-            {(2, 0, 0), (2, 1, 0), (1, 0, 0), (1, 1, 0)},
-        ),
-        (
-            {"num_ranks": 2, "tp_size": 2, "dp_size": 2},
-            {(2, 0, 0), (2, 1, 0), (1, 0, 0), (1, 1, 0)},
-        ),
+        ({"num_ranks": 4, "tp_size": 2, "dp_size": 2}, GROUPS),
+        ({"num_ranks": 2, "tp_size": 2, "dp_size": 2}, GROUPS),
     ],
 )
 def test_shards_are_those_of_a_servers_own_replicas(
@@ -391,98 +248,6 @@ def test_a_gone_replica_brings_no_purged_pages_back(tmp_path: Path) -> None:
             assert [engine.lookup(keys).num_hits for keys in stored] == [0, 0]
 
 
-@pytest.mark.parametrize("is_locked", [True, False])
-def test_shard_in_use_or_with_foreign_files_stays(tmp_path: Path, is_locked: bool) -> None:
-    path = tmp_path / "kv"
-    directory.prepare(path)
-    shard = directory.shard_path(path, "old")
-    shard.mkdir()
-    file = shard / (format.region_name(0) if is_locked else "notes.txt")
-    file.write_text("mine")
-    with DirectoryLock(shard) if is_locked else contextlib.nullcontext():
-        assert directory.remove_shards(path, keep=lambda name: False) == []
-    assert file.read_text() == "mine"
-
-
-def test_banner_counts_all_replicas() -> None:
-    """Two of two ranks."""
-    config = nvme_config("/kv", object=ObjectConfig(url="s3://b/p"), num_ranks=4, tp_size=2)
-    tiers = {
-        name: {"capacity_bytes": mib * MiB, "capacity_tokens": tokens, "held_tokens": held}
-        for name, mib, tokens, held in (("host", 48, 16448, 0), ("nvme", 0, 21845, 1024))
-    }
-    info = {"max_total_num_tokens": 8192, TIERS_INFO: tiers}
-    text = launch_server.banner(ServerArgs(model_path="m"), config, info)
-    assert "  host    32,896 tokens in 192MiB\n" in text
-    assert "  nvme    43,690 tokens in 64MiB at /kv, 2,048 tokens held\n" in text
-    assert "object  1TiB at s3://b/p, shared\n" in text
-    text = launch_server.banner(ServerArgs(model_path="m"), config, {"max_total_num_tokens": 8192})
-    assert "  device  16,384 tokens\n  nvme    64MiB at /kv\n" in text
-
-
-@pytest.mark.parametrize(
-    ("host", "certificate", "url"),
-    [
-        ("127.0.0.1", None, "http://127.0.0.1:7"),
-        ("", None, "http://127.0.0.1:7"),
-        ("::", None, "'http://[::1]:7"),
-        ("fd00::1", None, "'http://[fd00::1]:7"),
-        ("example.org", "c.pem", "https://example.org:7"),
-    ],
-)
-def test_banner_names_where_the_server_answers(
-    host: str, certificate: str | None, url: str
-) -> None:
-    args = ServerArgs(
-        model_path="m", host=host, port=7, ssl_certfile=certificate, served_model_name='odd "name"'
-    )
-    config = TieredConfig(mode=TierMode.HOST)
-    text = launch_server.banner(args, config, {"max_total_num_tokens": 8192})
-    assert f"ready at {url.lstrip(chr(39))}\n" in text
-    assert f" {url}/v1/chat/completions" in text
-    assert ("curl -s -g " in text) == ("[" in url)
-    body = text.split("-d '", 1)[1].split("'\n", 1)[0]
-    assert json.loads(body)["model"] == 'odd "name"'
-
-
-def test_settings_of_the_file_reach_the_configuration(tmp_path: Path) -> None:
-    """On and off too, which YAML reads as booleans."""
-    file = tmp_path / "server.yaml"
-    file.write_text(
-        "tier-nvme-region-bytes: 4MiB\ntier-trust-mm-hashes: on\n"
-        "disaggregation-mode: decode\ntransfer-same-host: off\ntransfer-peer-timeout: 2.5\n"
-    )
-    line = [*ANY, "--config", str(file), "--tier-dir", str(tmp_path / "kv")]
-    config = launch_server._resolve([*line, "--tier-nvme-bytes", "64MiB"]).config
-    assert config.nvme is not None and config.transfer is not None
-    assert (config.nvme.region_bytes, config.nvme.trust_mm_hashes) == (4 * MiB, True)
-    assert (config.transfer.same_host, config.transfer.peer_timeout_s) == (False, 2.5)
-
-
-_LEAKS = """
-import atexit, ctypes, sys
-import triton._C.libtriton as library
-from sglang_tiered.launch_server import end_process
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(library.ir.context()))  # held to the end, as there
-atexit.register(print, "handed back")
-print("served", end=" ")
-"""
-
-
-def test_end_is_clean_of_a_librarys_report() -> None:
-    for end, expected in (("sys.exit(3)", True), ("end_process(3)", False)):
-        ended = subprocess.run(
-            [sys.executable, "-c", f"{_LEAKS}{end}"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert (ended.returncode, ended.stdout) == (3, "served handed back\n"), ended.stderr
-        assert ("nanobind: leaked" in ended.stderr) == expected
-        assert expected or ended.stderr == ""
-
-
 ROWS = "--enable-return-routed-experts would answer with rows of other prompts"
 
 
@@ -491,12 +256,7 @@ ROWS = "--enable-return-routed-experts would answer with rows of other prompts"
     [
         ("--smg-grpc-mode --enable-return-routed-experts", ROWS),
         ("--grpc-mode --enable-return-routed-experts", ROWS),
-        ("--use-ray --enable-return-routed-experts", ROWS),
-        ("--hicache-mem-layout page_head", "--hicache-mem-layout page_head needs sgl_kernel"),
-        ("--hicache-mem-layout page_first_kv_split", "page_first_kv_split needs sgl_kernel"),
-        ("--attention-backend fa3", "--attention-backend fa3 needs compiled.* or torch_native"),
         ("--decode-attention-backend triton", "--decode-attention-backend triton needs compiled"),
-        ("--tp 2 --attn-dp-size 2", "--attn-dp-size 2 needs a GPU"),
         ("--tp 2 --dp-size 2 --enable-dp-attention", "--attn-dp-size 2 needs a GPU"),
     ],
 )

@@ -97,31 +97,23 @@ def ask(scheduler: Scheduler, number: str, **body: Any) -> dict[str, Any]:
     return answer
 
 
-def receive(scheduler: Scheduler, request: Any) -> Any:
-    scheduler.control.after_request(None, request, "rid")
-    return request
-
-
-@pytest.mark.parametrize(("body", "tenant"), [({"extra_key": "a"}, A), ({"all": True}, None)])
-def test_an_idle_scheduler_resets_its_tree_at_once(
-    purged: HiddenTenants, body: dict[str, Any], tenant: bytes | None
-) -> None:
-    scheduler = Scheduler(idle=True)
-    assert ask(scheduler, "idle", **body)["in_memory"] == "gone"
-    assert scheduler.num_flushes == 1 and not scheduler.gave_memory_back, "it stalls"
-    assert not purged
-    assert set(scheduler.purges) == {tenant} and scheduler.told == [tenant]
+def arrives(scheduler: Scheduler) -> Any:
+    """A request of tenant a."""
+    made = request("a")
+    scheduler.control.after_request(None, made, "rid")
+    return made
 
 
 def test_busy_scheduler_hides_the_tenant_until_idle(purged: HiddenTenants) -> None:
     scheduler = Scheduler(idle=False)
+    recents = scheduler.tree_cache.recent_requests
+    recents.note_request("1", PrefixSelector(array("q", [1]), None, None), A, "chat")
     assert ask(scheduler, "busy", extra_key="a")["in_memory"] == "hidden"
+    assert recents.find("1") is None
     waiting, other = scheduler.waiting_queue
     (compiling,) = scheduler.grammar_manager.grammar_queue
-    assert waiting.extra_key == compiling.extra_key != "a"
-    assert other.extra_key == "b"
-    new = receive(scheduler, request("a"))
-    assert new.extra_key == waiting.extra_key
+    new = arrives(scheduler)
+    assert new.extra_key == waiting.extra_key == compiling.extra_key != "a" != other.extra_key
     assert purged.is_hidden("a", None)
     scheduler.control.after_idle()
     assert scheduler.num_flushes == 0
@@ -140,7 +132,7 @@ def test_requests_in_a_handoff_get_new_keys() -> None:
     bootstrapping = request("a")
     scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[bootstrapping])
     ask(scheduler, "prefill", extra_key="a")
-    assert bootstrapping.extra_key == receive(scheduler, request("a")).extra_key != "a"
+    assert bootstrapping.extra_key == arrives(scheduler).extra_key != "a"
     scheduler.disaggregation_mode = DisaggregationMode.DECODE
     waiting, promised, held = (request("a") for _ in range(3))
     promised.kv.req_pool_idx = 0
@@ -152,17 +144,8 @@ def test_requests_in_a_handoff_get_new_keys() -> None:
     for each in (promised, held):
         each.session = None
     ask(scheduler, "decode", extra_key="a")
-    assert waiting.extra_key == held.extra_key == receive(scheduler, request("a")).extra_key != "a"
+    assert waiting.extra_key == held.extra_key == arrives(scheduler).extra_key != "a"
     assert promised.extra_key == "a"
-
-
-def test_hidden_tenants_requests_are_no_longer_known() -> None:
-    scheduler = Scheduler(idle=False)
-    recents = scheduler.tree_cache.recent_requests
-    for rid, tenant in (("1", A), ("2", tenant_digest("b", None))):
-        recents.note_request(rid, PrefixSelector(array("q", [1]), None, None), tenant, "chat")
-    ask(scheduler, "known", extra_key="a")
-    assert [recents.find(rid) is None for rid in "12"] == [True, False]
 
 
 def test_refused_flush_leaves_the_tenant_hidden(purged: HiddenTenants) -> None:
@@ -171,7 +154,7 @@ def test_refused_flush_leaves_the_tenant_hidden(purged: HiddenTenants) -> None:
     scheduler.refuses_flushes = True
     assert ask(scheduler, "refused", extra_key="a")["in_memory"] == "hidden"
     assert scheduler.num_flushes == 0
-    new = receive(scheduler, request("a"))
+    new = arrives(scheduler)
     assert new.extra_key != "a", "a request of the tenant matches what the tree still holds"
     scheduler.refuses_flushes = False
     scheduler.control.after_idle()
@@ -179,18 +162,15 @@ def test_refused_flush_leaves_the_tenant_hidden(purged: HiddenTenants) -> None:
     assert not purged
 
 
-def hook_requests(monkeypatch: pytest.MonkeyPatch, scheduler: Any) -> None:
+def hook_requests(monkeypatch: pytest.MonkeyPatch, scheduler: Scheduler) -> None:
     """Hook SGLang's requests as in a server of this scheduler."""
     assert hasattr(Req.__init__, "__wrapped__"), "the plugin hooks it"
-    control = getattr(scheduler, "control", None) or Control()
-    control.attach(scheduler)
-    hooked = _wrap_fn(unwrap(Req.__init__), control.after_request, HookType.AFTER)
+    hooked = _wrap_fn(unwrap(Req.__init__), scheduler.control.after_request, HookType.AFTER)
     monkeypatch.setattr(Req, "__init__", hooked)
 
 
 def requests_of_adapters(*requests: tuple[str | None, str | None]) -> list[Req]:
-    """SGLang's own requests, hooked as in a server, by what their users sent: ``extra_key`` and an
-    adapter."""
+    """SGLang's own requests, hooked, by what users sent: ``extra_key`` and an adapter."""
     return [
         Req("rid", "", [1], SamplingParams(), lora_id=lora_id, extra_key=extra_key)
         for extra_key, lora_id in requests
@@ -219,9 +199,12 @@ def test_no_user_key_names_an_adapters_pages(monkeypatch: pytest.MonkeyPatch) ->
     assert first.endswith(adapter), "SGLang reads the adapter's name off the end"
 
 
-def test_long_keys_are_short_in_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_keys_are_short_in_the_tree(
+    monkeypatch: pytest.MonkeyPatch, purged: HiddenTenants
+) -> None:
     """Each node of SGLang's tree keeps the keys of its request."""
-    hook_requests(monkeypatch, Scheduler(idle=True))
+    scheduler = Scheduler(idle=False)
+    hook_requests(monkeypatch, scheduler)
     adapter, long = "0" * 32, "k" * 5000
     first = requests_of_adapters((long, None))[0].extra_key
     assert first is not None
@@ -230,21 +213,12 @@ def test_long_keys_are_short_in_the_tree(monkeypatch: pytest.MonkeyPatch) -> Non
     made = requests_of_adapters(*sent)
     assert len({each.extra_key for each in made}) == len(sent), "nobody names another's"
     assert max(len(each.extra_key or "") for each in made) == 4096
-    salted = Req("rid", "", [1], SamplingParams(), cache_salt=long)
+    salted = Req("rid", "", [1], SamplingParams(), extra_key=long, cache_salt=long)
     assert salted.cache_salt is not None and len(salted.cache_salt) < 100
-
-
-def test_long_keys_are_purged_by_their_names(
-    monkeypatch: pytest.MonkeyPatch, purged: HiddenTenants
-) -> None:
-    scheduler, long = Scheduler(idle=False), "k" * 5000
-    hook_requests(monkeypatch, scheduler)
-    mine = Req("rid", "", [1], SamplingParams(), extra_key=long, cache_salt=long)
-    scheduler.waiting_queue, before = [mine], mine.extra_key
+    scheduler.waiting_queue, before = [salted], salted.extra_key
     ask(scheduler, "long", extra_key=long, cache_salt=long)
-    assert mine.extra_key != before
-    tenant = purged.tenant_of(mine.extra_key, mine.cache_salt)
-    assert tenant in scheduler.purges
+    assert salted.extra_key != before
+    assert purged.tenant_of(salted.extra_key, salted.cache_salt) in scheduler.purges
 
 
 def test_a_tenants_adapters_are_purged_with_it(
@@ -265,29 +239,18 @@ def test_a_tenants_adapters_are_purged_with_it(
     assert purged.tenant_of(new.extra_key, None) == A
 
 
-def test_requests_without_tiers_keep_sglangs_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    other: Any = SimpleNamespace(tree_cache=object())
-    hook_requests(monkeypatch, other)
-    (made,) = requests_of_adapters(("acme", "0" * 32))
-    assert made.extra_key == "acme" + "0" * 32
-
-
 @pytest.mark.parametrize("is_durable", [True, False])
-def test_repeated_request_polls_the_same_purge(is_durable: bool) -> None:
+def test_repeated_request_polls_the_same_purge(purged: HiddenTenants, is_durable: bool) -> None:
     scheduler = Scheduler(idle=True)
     number = f"again {is_durable}"
-    assert ask(scheduler, number, extra_key="a") == {
-        "done": False, "durable": False, "in_memory": "gone",
-    }  # fmt: skip
-    *others, last = scheduler.purges.values()
-    for purge in others:
-        keep(purge, True)
-    assert ask(scheduler, number, extra_key="a")["done"] is False
-    keep(last, is_durable)
-    assert ask(scheduler, number, extra_key="a") == {
-        "done": True, "durable": is_durable, "in_memory": "gone",
-    }  # fmt: skip
-    assert scheduler.num_flushes == 1
+    told = {"done": False, "durable": False, "in_memory": "gone"}
+    assert ask(scheduler, number, extra_key="a") == told
+    assert not purged and not scheduler.gave_memory_back, "it stalls"
+    (purge,) = scheduler.purges.values()
+    assert ask(scheduler, number, extra_key="a") == told
+    keep(purge, is_durable)
+    assert ask(scheduler, number, extra_key="a") == {**told, "done": True, "durable": is_durable}
+    assert scheduler.num_flushes == 1 and scheduler.told == [A]
 
 
 def test_purge_of_a_detached_tier_is_an_error(
@@ -298,46 +261,29 @@ def test_purge_of_a_detached_tier_is_an_error(
     monkeypatch.setattr(scheduler.tree_cache, "config", SimpleNamespace(nvme=object()))
     controller = scheduler.tree_cache.cache_controller
     storage, controller.storage_backend = controller.storage_backend, None
-    for number in ("detached", "still"):
-        answer = ask(scheduler, number, extra_key="a")
-        assert "attach it and purge again" in answer["error"]
+    assert "attach it and purge again" in ask(scheduler, "detached", extra_key="a")["error"]
     assert purged.is_hidden("a", None), "memory forgets it all the same"
     controller.storage_backend = storage
     assert ask(scheduler, "attached", extra_key="a")["durable"] is False
     assert set(scheduler.purges) == {A}
 
 
-def test_purge_without_nvme_ends_with_memory() -> None:
-    scheduler = Scheduler(idle=True)
-    scheduler.tree_cache.cache_controller.storage_backend = None
-    assert ask(scheduler, "host", extra_key="a") == {
-        "done": True, "durable": True, "in_memory": "gone",
-    }  # fmt: skip
-
-
 def test_all_ranks_name_an_erasure_alike() -> None:
     """What a bucket knows by another name is of another server, and is erased once more."""
     ranks = [Scheduler(idle=True) for _ in range(2)]
-    for number, body in (
-        ("1", {"all": True}),
-        ("2", {"extra_key": "a"}),
-        ("3", {"extra_key": "a"}),
-    ):
+    for number, body in enumerate(({"all": True}, {"extra_key": "a"}, {"extra_key": "a"})):
         for rank in ranks:
-            ask(rank, number, **body)
+            ask(rank, str(number), **body)
     assert ranks[0].ids == ranks[1].ids
     assert len(set(ranks[0].ids)) == 3
 
 
 def test_what_others_erased_is_hidden_in_memory(purged: HiddenTenants) -> None:
     scheduler = Scheduler(idle=False)
-    scheduler.control.attach(scheduler)
     scheduler.tree_cache.hide_heard([Erasure(tenant=A, spread=False)])
     assert not scheduler.purges, "the tiers have done it, by the name that its servers know"
-    assert scheduler.told == []
     assert scheduler.waiting_queue[0].extra_key != "a"
     assert purged.is_hidden("a", None)
-    assert scheduler.num_flushes == 0
     scheduler.idle = True
     scheduler.control.after_idle()
     assert scheduler.num_flushes == 1
@@ -365,34 +311,13 @@ def test_sglangs_clear_empties_memory_and_no_tier() -> None:
 def test_sglangs_messages_pass_and_internal_errors_are_answered() -> None:
     sent: list[Any] = []
     passed: list[Any] = []
+    scheduler: Any = Scheduler(idle=True)
     channel = SimpleNamespace(send_output=lambda reply, request: sent.append(reply))
-    scheduler = SimpleNamespace(
-        ipc_channels=SimpleNamespace(send_to_tokenizer=channel),
-        tree_cache=object(),
-        _request_dispatcher=passed.append,
-    )
-    control = Control()
-    control.attach(scheduler)
-    messages = SchedulerMessages(scheduler, control)
+    scheduler.ipc_channels = SimpleNamespace(send_to_tokenizer=channel)
+    scheduler._request_dispatcher = passed.append
+    scheduler.tree_cache.cache_controller = None
+    messages = SchedulerMessages(scheduler, scheduler.control)
     message = DumperControlReqInput(method="reset", body={})
     messages(message)
-    assert passed == [message]
-    purge = DumperControlReqInput(method=CONTROL_PREFIX + "purge", body={"id": "x", "all": True})
-    messages(purge)
-    assert "has no tiers" in sent[0].response[0]["error"]
-    scheduler.tree_cache = Scheduler(idle=True).tree_cache
-    scheduler.tree_cache.cache_controller = None
-    control.attach(scheduler)
-    messages(purge)
-    assert sent[1].success is False and len(passed) == 1
-
-
-def test_paused_requests_get_plain_keys_after_a_flush(purged: HiddenTenants) -> None:
-    """A paused scheduler is flushed with requests waiting; those that come share their pages."""
-    scheduler = Scheduler(idle=False)
-    ask(scheduler, "busy", extra_key="a")
-    first = scheduler.waiting_queue[0]
-    assert first.extra_key != "a"
-    scheduler.control.memory_was_flushed()
-    assert not purged
-    assert first.extra_key == "a"
+    messages(DumperControlReqInput(method=CONTROL_PREFIX + "purge", body={"id": "x", "all": True}))
+    assert passed == [message] and sent[0].success is False

@@ -96,14 +96,6 @@ def test_pages_that_cannot_come_end_a_checkpoint(
     assert time.monotonic() - begun < 5.0
 
 
-def test_checkpoint_counts_as_use_of_nvme_pages(open_server: Open) -> None:
-    server = open_server("first", has_bucket=False)
-    store_pages(server, HASHES, SLOTS)
-    assert make_durable(server, HASHES[:3], Tier.NVME, NO_TENANT, TIMEOUT_S) == 3
-    used = {page.key.hex() for page in stored_pages(server) if page.is_used}
-    assert used == set(HASHES[:3])
-
-
 def test_page_stored_during_the_flush_does_not_count(
     open_server: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,17 +91,6 @@ def test_neighbours_rid_is_unknown(world: CacheWorld) -> None:
     assert answer(world, rid="r", keep_tokens=0, **keys)["num_tokens"] == 6 * PAGE
 
 
-def test_hashes_are_told_once(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long conversation has megabytes of them, and is asked about every 20 ms."""
-    monkeypatch.setattr(forgets, "get_parallel", lambda: SimpleNamespace(dp_size=1, num_dp_ranks=2))
-    world.cache.recent_requests.note_request("r", PrefixSelector(TOKENS, None, None), NO_TENANT)
-    ask, body = asker(world), {"rid": "r", "keep_tokens": 0}
-    told = ask("n", body)["hashes"]
-    assert told == world.cache.page_hashes(RadixKey(TOKENS, None))
-    world.until(lambda: ask("n", body)["done"])
-    assert ask("n", body) == {"done": True, "durable": True, "num_tokens": 6 * PAGE}
-
-
 def test_too_many_pages_change_nothing(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another tenant's would go for pages that never were."""
     forgets = Forgets()
@@ -117,13 +106,6 @@ def test_too_many_pages_change_nothing(world: CacheWorld, monkeypatch: pytest.Mo
     assert got["status"] == 503 and got["error"].endswith("use a purge of the tenant")
     assert held(world, TOKENS) == (4, 4)
     assert "error" not in ask("r", {**everything, "keep_tokens": PAGE})
-
-
-def test_nothing_forgotten_keeps_its_name(world: CacheWorld) -> None:
-    world.cache.recent_requests.note_request("r", PrefixSelector(TOKENS, None, None), NO_TENANT)
-    got = answer(world, rid="r", keep_tokens=100_000)
-    assert got == {"done": True, "durable": True, "num_tokens": 0}
-    assert answer(world, rid="r", keep_tokens=len(TOKENS) - PAGE)["num_tokens"] == PAGE
 
 
 def test_branches_are_compared_in_linear_time() -> None:

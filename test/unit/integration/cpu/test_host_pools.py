@@ -26,13 +26,7 @@ from sglang_tiered.config import MiB
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.cache.host_size import target_host_bytes
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.integration.storage.host_pages import (
-    check_codec,
-    kv_page_size,
-    page_bytes,
-    page_layout,
-    page_segments,
-)
+from sglang_tiered.integration.storage.host_pages import check_codec, page_layout, page_segments
 
 LAYERS = 3
 
@@ -193,12 +187,6 @@ def test_draft_models_host_memory_is_within_the_cap() -> None:
     assert cap - 2 * page_bytes <= taken <= cap + page_bytes
 
 
-def test_cap_below_one_page_still_holds_one() -> None:
-    target = latent()
-    size = target_host_bytes(1, target.device_pool, [], page_size=PAGE)
-    assert size >= PAGE * target.host_pool.size_per_token
-
-
 @pytest.mark.parametrize("make", [heads, latent])
 def test_lossy_codec_sees_one_host_pages_numbers(make: Callable[[], Tier]) -> None:
     """With the axes in another order, channels of other ranges would share their steps."""
@@ -230,21 +218,3 @@ def test_lossy_codec_is_refused_with_equal_page_lengths() -> None:
         check_codec("int8", {PoolName.KV: kv, PoolName.SWA: heads().host_pool})
     check_codec("zstd", {PoolName.KV: kv, PoolName.SWA: heads().host_pool})
     check_codec("int8", {PoolName.KV: kv, PoolName.MAMBA: states().host_pool})
-
-
-def test_pages_of_other_lengths_are_noted() -> None:
-    """Or an encoded page of one pool would count as another's tokens."""
-    alike, other = (heads().host_pool, heads().host_pool), latent().host_pool
-    alone = kv_page_size(dict(zip((PoolName.KV, PoolName.SWA), alike, strict=True)))
-    assert alone == (PAGE, page_bytes(alike[0]), 2, ())
-    mixed = kv_page_size({PoolName.KV: alike[0], PoolName.MAMBA: other})
-    assert mixed == (PAGE, page_bytes(alike[0]), 1, (page_bytes(other),))
-
-
-def test_undescribed_pool_has_no_known_layout() -> None:
-    class Packed(MHATokenToKVPoolHost):
-        pass
-
-    tier = heads()
-    tier.host_pool.__class__ = Packed
-    assert not page_layout(tier.host_pool).is_known

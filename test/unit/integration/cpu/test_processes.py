@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from kit.commands import ran
 
 _STARTS = """
 import atexit, json, multiprocessing, signal, sys, threading
@@ -59,42 +60,13 @@ def test_only_the_launcher_without_threads_forks(
     those of a user's process; what a fork starts later, with threads of its own, is spawned."""
     script = tmp_path / "starts.py"
     script.write_text(_STARTS)
-    ended = run(str(script), who)
+    ended = ran(sys.executable, script, who, timeout_s=120)
     assert ended.returncode == 0, ended.stderr
     child, child_end, launcher, launcher_end = map(json.loads, ended.stdout.splitlines())
-    assert child == {
-        "forked": forked,
-        "interrupts": interrupts,
-        "quits": True,
-        "starts by": "spawn",
-        "tracked": True,
-    }
+    told = {"quits": True, "starts by": "spawn", "tracked": True}
+    assert child == {"forked": forked, "interrupts": interrupts, **told}
     assert launcher == {**child, "forked": True, "interrupts": True, "quits": False}
     assert (child_end, launcher_end) == ("child ended", "launcher ended")
-
-
-_INTERRUPTED = """
-import multiprocessing, os, signal
-from sglang_tiered.integration.cpu import processes
-
-def start():
-    os.register_at_fork(before=lambda: signal.raise_signal(signal.SIGINT))
-    process = multiprocessing.Process(target=print, args=("runs",))
-    process.start()
-    process.join()
-
-processes.fork_from_here("cpu")
-try:
-    processes.around_start(start)
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-
-
-def test_ctrl_c_during_a_fork_ends_the_launcher() -> None:
-    """Python drops what is raised while it calls what runs around a fork, and the server stayed."""
-    ended = run("-c", _INTERRUPTED)
-    assert (ended.stdout, ended.stderr) == ("runs\ninterrupted\n", "")
 
 
 _KILLED = """
@@ -119,57 +91,5 @@ processes.around_start(start)
 
 def test_fork_of_a_killed_launcher_ends() -> None:
     """It asked to die with its parent when that one was dead, and served nobody for good."""
-    ended = run("-c", _KILLED)
+    ended = ran(sys.executable, "-c", _KILLED, timeout_s=120)
     assert (ended.returncode, ended.stdout) == (-9, "")
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-_HOLDERS = """
-import gc, multiprocessing, pathlib, signal, sys
-from multiprocessing import util
-gc.disable()
-from sglang.srt.plugins import load_plugins
-from sglang_tiered.integration import plugin
-
-def with_an_engine():
-    load_plugins()
-
-def tell():
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    # A file each: what libraries print would stand among lines of the standard output.
-    pathlib.Path(sys.argv[1], multiprocessing.current_process().name).write_text(str(ignored))
-
-# Forks, so that SGLang is imported once; whose process one is, is told by its target all the same.
-fork = multiprocessing.get_context("fork")
-util.register_after_fork(fork, lambda _: util.Finalize(None, tell, exitpriority=0))
-targets = {"scheduler": load_plugins, "worker": with_an_engine}
-processes = [fork.Process(name=name, target=targets[name]) for name in targets]
-for process in processes:
-    process.start()
-for process in processes:
-    process.join()
-plugin._leave_interrupts_to_the_launcher()  # all of it that is to see here: it imports SGLang
-tell()
-"""
-
-
-def test_only_sglangs_own_processes_leave_ctrl_c(tmp_path: Path) -> None:
-    """A user's process that holds an engine stays one that Ctrl-C ends."""
-    script = tmp_path / "starts.py"
-    script.write_text(_HOLDERS)
-    told = tmp_path / "told"
-    told.mkdir()
-    ended = subprocess.run(
-        [sys.executable, str(script), str(told)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    expected = {"scheduler": "True", "worker": "False", "MainProcess": "False"}
-    assert {file.name: file.read_text() for file in told.iterdir()} == expected

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import pkgutil
-import subprocess
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -13,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.platforms.interface import SRTPlatform
 
+from kit.commands import ran
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import plugin
 from sglang_tiered.integration.cuda_native import host_copies, platform
@@ -24,59 +23,37 @@ from sglang_tiered.integration.launch import accelerator
 FIND_SPEC = importlib.util.find_spec
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with CUDA, as far as torch says."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+@pytest.mark.parametrize(
+    ("machine", "kernels", "is_native"),
+    [("cuda", True, False), ("cuda", False, True), ("rocm", False, False), ("cpu", False, False)],
+)
+def test_cuda_without_kernels_gets_the_native_platform(
+    monkeypatch: pytest.MonkeyPatch, machine: str, kernels: bool, is_native: bool
+) -> None:
+    for module in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(module, "is_available", lambda: machine != "cpu")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4" if machine == "rocm" else None)
     monkeypatch.setattr(platform, "_hidden", [])
-    return monkeypatch
 
-
-def with_kernels(patch: pytest.MonkeyPatch, are_there: bool) -> None:
     def find(name: str, package: str | None = None) -> Any:
-        return (object() if are_there else None) if name == "sgl_kernel" else FIND_SPEC(name)
+        return (object() if kernels else None) if name == "sgl_kernel" else FIND_SPEC(name)
 
-    patch.setattr(importlib.util, "find_spec", find)
-
-
-def test_cuda_with_its_kernels_stays_sglangs_own(cuda: pytest.MonkeyPatch) -> None:
-    with_kernels(cuda, True)
-    assert plugin.activate_platform() is None
-    assert torch.version.cuda == "13.0"
-
-
-def test_cuda_without_kernels_gets_the_native_platform(cuda: pytest.MonkeyPatch) -> None:
-    with_kernels(cuda, False)
-    name = plugin.activate_platform()
-    assert name is not None and pkgutil.resolve_name(name) is NativeCudaPlatform
-    assert torch.version.cuda is None
-    assert platform._hidden == ["13.0"]
-
-
-def test_rocm_and_cpu_never_get_the_native_platform(cuda: pytest.MonkeyPatch) -> None:
-    with_kernels(cuda, False)
-    cuda.setattr(torch.version, "hip", "6.4")
-    assert not accelerator.lacks_kernels()
-    cuda.setattr(torch.version, "hip", None)
-    cuda.setattr(torch.cuda, "is_available", lambda: False)
-    assert not accelerator.lacks_kernels()
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    assert accelerator.lacks_kernels() is is_native
+    if machine == "cuda":
+        name = plugin.activate_platform()
+        assert (name and pkgutil.resolve_name(name)) is (NativeCudaPlatform if is_native else None)
+        assert torch.version.cuda == (None if is_native else "13.0")
 
 
 def arguments(**given: Any) -> SimpleNamespace:
-    defaults = {
-        "speculative_algorithm": None,
-        "attention_backend": None,
-        "prefill_attention_backend": None,
-        "decode_attention_backend": None,
-        "sampling_backend": None,
-        "enable_hierarchical_cache": True,
-        "hicache_io_backend": "kernel",
-        "hicache_mem_layout": "page_first",
-    }
-    return SimpleNamespace(**{**defaults, **given})
+    backends = [f"{use}attention_backend" for use in ("", "prefill_", "decode_")]
+    defaults: dict[str, Any] = dict.fromkeys(
+        [*backends, "speculative_algorithm", "sampling_backend"]
+    )
+    defaults |= {"enable_hierarchical_cache": True, "hicache_io_backend": "kernel"}
+    return SimpleNamespace(**{**defaults, "hicache_mem_layout": "page_first", **given})
 
 
 def test_defaults_need_no_compiled_kernel() -> None:
@@ -86,12 +63,6 @@ def test_defaults_need_no_compiled_kernel() -> None:
     assert given.sampling_backend == "pytorch"
     assert given.hicache_io_backend == "direct"
     assert given.disable_decode_cuda_graph and given.disable_prefill_cuda_graph
-
-
-def test_pod_and_what_the_user_chose_stay() -> None:
-    given = arguments(attention_backend="pod", hicache_io_backend="direct")
-    NativeCudaPlatform().apply_server_args_defaults(given)
-    assert given.attention_backend == "pod"
 
 
 @pytest.mark.parametrize(
@@ -108,15 +79,6 @@ def test_pod_and_what_the_user_chose_stay() -> None:
 def test_what_needs_compiled_kernels_is_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         NativeCudaPlatform().apply_server_args_defaults(arguments(**given))
-
-
-def test_sglang_sees_an_out_of_tree_cuda_device() -> None:
-    found = NativeCudaPlatform()
-    assert isinstance(found, SRTPlatform) and found.is_out_of_tree() and not found.is_cuda()
-    assert found.device_type == "cuda"
-    assert found.get_group_coordinator_device(1) == torch.device("cuda", 1)
-    assert found.get_dispatch_key_name() == platform.DISPATCH_KEY
-    assert found.capabilities.supports_triton and not found.capabilities.hicache_device_kernels
 
 
 def test_sglang_imports_on_cuda_without_its_kernels() -> None:
@@ -162,17 +124,8 @@ def test_sglang_imports_on_cuda_without_its_kernels() -> None:
         base.HostKVCache.destroy(SimpleNamespace(kv_buffer=torch.empty(1), pin_memory=True))
         print("imported")
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = ran(sys.executable, "-W", "ignore", "-c", textwrap.dedent(program), timeout_s=240)
     assert done.stdout.endswith("unregistered imported\n"), done.stderr[-3000:]
-
-
-# ---- Host copies, whose bytes ``cpu/test_platform.py`` compares ----
 
 
 PAGE, LAYERS, NUM_PAGES = 4, 3, 24
@@ -187,39 +140,16 @@ def layers_of(width: tuple[int, ...], seed: int) -> list[torch.Tensor]:
     return [torch.randn(NUM_PAGES * PAGE, *width, generator=generator) for _ in range(LAYERS)]
 
 
-def test_layer_first_copy_moves_whole_pages() -> None:
-    source, target = layers_of((2, 8), 0), layers_of((2, 8), 1)
-    expected = [layer.clone() for layer in target]
-    host_copies.transfer_kv_direct(source, target, slots([5, 6, 1]), slots([0, 1, 9]), PAGE)
-    for before, wanted, after in zip(source, expected, target, strict=True):
-        wanted[slots([0, 1, 9])] = before[slots([5, 6, 1])]
-        assert torch.equal(after, wanted)
-
-
-def test_copies_of_all_layers_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches: list[int] = []
-    original = host_copies.copy_between
-
-    def counting(sources: list[torch.Tensor], *given: Any, **options: Any) -> None:
-        launches.append(len(sources))
-        original(sources, *given, **options)
-
-    monkeypatch.setattr(host_copies, "copy_between", counting)
-    device = [layer for half in range(2) for layer in layers_of((2, 8), half)]
-    host = [torch.zeros(NUM_PAGES, LAYERS, PAGE, 2, 8) for _ in range(2)]
-    taken, given = slots([3, 4, 9]), slots([0, 7, 2])
-    host_copies.transfer_kv_all_layer_direct_lf_pf(device, host, taken, given, PAGE)
-    host_copies.transfer_kv_per_layer_direct_pf_lf(host, device[1::LAYERS], given, taken, 1, PAGE)
-    host_copies.transfer_kv_direct(device, [d.clone() for d in device], taken, given, PAGE)
-    assert launches == [2 * LAYERS, 2, 2 * LAYERS]
-
-
 @pytest.mark.parametrize("is_inference", [False, True])
 def test_indices_written_again_copy_other_pages(is_inference: bool) -> None:
     with torch.inference_mode(is_inference):
-        source, target, indices = layers_of((2, 8), 0), layers_of((2, 8), 1), slots([5])
-        host_copies.transfer_kv_direct(source, target, indices, indices, PAGE)
-        indices.copy_(slots([6]))
-        host_copies.transfer_kv_direct(source, target, indices, indices, PAGE)
-        copied = slots([5, 6])
-        assert all(torch.equal(t[copied], s[copied]) for s, t in zip(source, target, strict=True))
+        source, target = layers_of((2, 8), 0), layers_of((2, 8), 1)
+        expected = [layer.clone() for layer in target]
+        taken, given = slots([5, 3]), slots([0, 9])
+        host_copies.transfer_kv_direct(source, target, taken, given, PAGE)
+        taken.copy_(slots([6, 1]))
+        given.copy_(slots([7, 2]))
+        host_copies.transfer_kv_direct(source, target, taken, given, PAGE)
+        for before, wanted, after in zip(source, expected, target, strict=True):
+            wanted[slots([0, 9, 7, 2])] = before[slots([5, 3, 6, 1])]
+            assert torch.equal(after, wanted)

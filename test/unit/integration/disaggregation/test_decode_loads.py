@@ -13,13 +13,10 @@ from cache_world import PAGE, CacheWorld, cache_world
 from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
-from sglang.srt.mem_cache.cpp_utils.native_hash import _load_native_hash_module
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.cache.load_scheduler import GIVES_WAY_STEPS
 from sglang_tiered.integration.disaggregation import decode_loads
 from sglang_tiered.integration.ranks import RankAgreement
-from sglang_tiered.policy.prefetch import PrefetchWindow
 
 SMALL_PAGE = 4  # two of them are less than what SGLang finds worth a copy to the device
 TOKENS = array("q", range(20 * PAGE))
@@ -49,15 +46,12 @@ class Decode:
         self.queue.queue.append(entry)
         return entry
 
-    def shakes_hands(self) -> None:
-        """SGLang's poll finds prefill ready for all of them; what it is made to go on with."""
-        for entry in self.queue.queue:
-            entry.waiting_for_input = True
-        decode_loads.after_handshakes(None, self.queue)
-
     def waits(self, entry: DecodeRequest) -> bool:
+        """SGLang's poll finds prefill ready for all of them; what it is made to go on with."""
         self.cache.check_hicache_events()
-        self.shakes_hands()
+        for each in self.queue.queue:
+            each.waiting_for_input = True
+        decode_loads.after_handshakes(None, self.queue)
         return not entry.waiting_for_input
 
     def promise(self, entry: DecodeRequest) -> int:
@@ -73,11 +67,8 @@ class Decode:
     def restores(self, entry: DecodeRequest) -> int:
         """How much of the promise gets to the device."""
         req = entry.req
-        loaded, _ = self.cache.init_load_back(
-            InitLoadBackParams(
-                best_match_node=req.best_match_node, host_hit_length=req.host_hit_length, req=req
-            )
-        )
+        of_match = {"best_match_node": req.best_match_node, "host_hit_length": req.host_hit_length}
+        loaded, _ = self.cache.init_load_back(InitLoadBackParams(req=req, **of_match))
         return int(req.prefix_len + loaded)
 
 
@@ -94,12 +85,6 @@ def decode(
         disaggregation_decode_enable_radix_cache=True,
     ) as world:
         yield Decode(world)
-
-
-def test_page_hash_is_compiled_before_requests(decode: Decode) -> None:
-    _load_native_hash_module.cache_clear()
-    decode.cache._make_tiering(decode.cache.storage)
-    assert _load_native_hash_module.cache_info().currsize == 1
 
 
 def test_only_pages_in_memory_are_promised(decode: Decode) -> None:
@@ -139,20 +124,6 @@ def test_deferred_load_is_retried_after_rank_agreement(
     assert decode.waits(entry)
     decode.until(lambda: not decode.waits(entry))
     assert decode.promise(entry) == len(TOKENS)
-
-
-def test_request_that_waits_for_memory_keeps_its_load(decode: Decode) -> None:
-    """It is the next that starts: what it loads again instead would wait for it."""
-    others = array("q", range(1000, 1000 + len(TOKENS)))
-    decode.store()
-    decode.store(others)
-    decode.cache.tiering.loads._window = PrefetchWindow(len(TOKENS))
-    first = decode.arrives()
-    decode.until(lambda: not decode.waits(first))
-    second = decode.arrives(others)
-    for _ in range(2 * GIVES_WAY_STEPS):
-        assert decode.waits(second) and not decode.waits(first)
-    assert decode.cache.pop_prefetch_loaded_span(first.req.cache_request_handle)[0] == len(TOKENS)
 
 
 def test_requests_that_left_are_no_longer_waited_for(decode: Decode) -> None:

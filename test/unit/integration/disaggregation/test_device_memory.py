@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from interpreted import interpreted
 
-from sglang_tiered.integration.disaggregation import device_memory
 from sglang_tiered.integration.disaggregation.device_memory import DeviceMemory
 from sglang_tiered.transfer.memory import Buffer, HostMemory, SlabPiece, TokenSlice
 
@@ -82,23 +80,6 @@ def test_kernel_scatters_as_host_memory_does(name: str) -> None:
     check_scatter(name)
 
 
-@pytest.mark.parametrize(("name", "num_launches"), [("all_buffers", 1), ("of_two_sizes", 3)])
-def test_slab_is_one_launch_for_like_buffers(
-    name: str, num_launches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched, pieces = [], KINDS[name]
-    for kind in ("gather", "scatter"):
-        original = getattr(device_memory, kind)
-        monkeypatch.setattr(
-            device_memory, kind, lambda *given, of=original: (launched.append(of), of(*given))
-        )
-    device = memories(pool())[1]
-    device.begin_gather(pieces, device.place(PAGES), slab_of(pieces))()
-    assert len(launched) == num_launches
-    device.scatter_slab(pieces, PAGES, slab_of(pieces))
-    assert len(launched) == 2 * num_launches
-
-
 def test_next_slab_leaves_the_last_alone() -> None:
     """Two slabs of device memory take turns, and a third reuses the first."""
     host, device = memories(pool())
@@ -112,14 +93,3 @@ def test_next_slab_leaves_the_last_alone() -> None:
         expected = np.zeros(96, np.uint8)
         host.gather(index, PAGES[1:2], None, expected)
         assert np.array_equal(out, expected)
-
-
-def test_thread_is_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[Any] = []
-    monkeypatch.setattr(torch.cpu, "set_device", chosen.append)
-    memories(pool())[1].enter_thread()
-    assert chosen == [torch.device("cpu")]
-
-
-def test_other_processes_are_not_offered_device_memory() -> None:
-    assert not memories(pool())[1].is_host

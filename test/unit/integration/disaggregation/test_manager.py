@@ -26,22 +26,10 @@ ROOM = 7
 SERVER = "192.0.2.1:1"
 
 
-def end_of(kind: type[Any], tp_size: int = 1) -> Any:
-    """A handoff of SGLang's classes and ours, without the endpoint that carries it."""
-    manager = manager_of(kind, tp_size)
-    manager.request_status = {ROOM: KVPoll.WaitingForInput}
-    made = kind.__new__(kind)
-    made.kv_mgr, made.bootstrap_room, made.bootstrap_addr = manager, ROOM, SERVER
-    made.conclude_state, made.init_time, made.abort_notified = None, 0.0, False
-    made.trace_ctx = SimpleNamespace(trace_req_finish=lambda: None)
-    made.clear = lambda: manager.request_status.pop(ROOM, None)
-    return made
-
-
-def manager_of(kind: type[Any], tp_size: int = 1) -> Any:
+def manager_of(kind: type[Any]) -> Any:
     role: Any = DecodeKVManager if kind is ZmqKVReceiver else PrefillKVManager
     manager = role.__new__(role)
-    manager.attn_tp_size, manager.pp_size = tp_size, 1
+    manager.attn_tp_size = manager.pp_size = 1
     manager.failure_lock, manager.failure_records = threading.Lock(), {}
     manager.leaving = set()
     manager.request_status = {}
@@ -59,13 +47,6 @@ def manager_of(kind: type[Any], tp_size: int = 1) -> Any:
     return manager
 
 
-class Event:
-    happened = False
-
-    def query(self) -> bool:
-        return self.happened
-
-
 def reason_of(end: Any) -> KVTransferError:
     with pytest.raises(KVTransferError) as raised:
         end.failure_exception()
@@ -75,52 +56,22 @@ def reason_of(end: Any) -> KVTransferError:
 BOTH = pytest.mark.parametrize("kind", [ZmqKVReceiver, ZmqKVSender])
 
 
-@BOTH
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_failure_reason_is_the_same_each_time(kind: type[Any], tp_size: int) -> None:
-    """SGLang asks again while the request waits to be removed, and tells the client the last."""
-    end = end_of(kind, tp_size)
-    end.kv_mgr.room_failed(ROOM, "PD peer failed: it closed the connection")
-    for _ in range(3):
-        error = reason_of(end)
-        assert error.failure_reason == "PD peer failed: it closed the connection"
-        assert not error.is_from_another_rank, "or SGLang does not log it"
-
-
-@BOTH
-def test_single_rank_does_not_blame_other_ranks(kind: type[Any]) -> None:
-    error = reason_of(end_of(kind))
-    assert "aborted by this instance" in error.failure_reason
-    assert not error.is_from_another_rank
-
-
-@BOTH
-def test_failure_of_another_rank_is_named(kind: type[Any]) -> None:
-    error = reason_of(end_of(kind, tp_size=2))
-    assert "aborted by another rank" in error.failure_reason
-    assert error.is_from_another_rank, "the rank where it happened logs it"
-
-
-@pytest.mark.parametrize("room", [2**64, 2**63, -1, -(2**63) - 1, 10**30])
+@pytest.mark.parametrize("room", [2**63, -1, 10**30, 0, 2**63 - 1])
 @BOTH
 def test_oversized_room_number_fails_the_request(kind: type[Any], room: int) -> None:
     """Prefill's scheduler ended on it, and decode waited for an answer without end."""
     manager = manager_of(kind)
     with get_parallel().override(num_dp_ranks=1):
         end = kind(manager, SERVER, room)
+    if 0 <= room < 2**63:
+        assert end.conclude_state is None
+        return
     assert end.poll() == KVPoll.Failed
     assert "from 0 to 2^63 - 1" in reason_of(end).failure_reason
     end.clear()
     said = [name for name, *_ in manager.endpoint.method_calls]
     assert not {"expect_room", "abort_room", "claim_room"} & set(said), "no message can hold it"
     assert not manager.request_status and not manager.addr_to_rooms_tracker
-
-
-@pytest.mark.parametrize("room", [0, 2**63 - 1])
-@BOTH
-def test_largest_valid_room_number_is_served(kind: type[Any], room: int) -> None:
-    with get_parallel().override(num_dp_ranks=1):
-        assert kind(manager_of(kind), SERVER, room).conclude_state is None
 
 
 @BOTH
@@ -169,21 +120,14 @@ def test_aborted_request_gives_its_room_back() -> None:
         assert second.poll() == KVPoll.Bootstrapping, "the number is another request's"
 
 
-def test_request_without_a_replica_fails_with_reason() -> None:
-    manager = manager_of(ZmqKVReceiver)
-    receiver = ZmqKVReceiver(manager, SERVER, ROOM)
-    receiver.init(-1)
-    assert receiver.poll() == KVPoll.Failed
-    assert "does not say which replica" in reason_of(receiver).failure_reason
-
-
 def test_late_page_numbers_are_read_once_written() -> None:
     """SGLang hands over a tensor that the device has yet to write; a copy at the call sends pages
     of somebody else."""
     manager = manager_of(ZmqKVSender)
     manager.request_status = {ROOM: KVPoll.WaitingForInput}
     manager.pp_group = SimpleNamespace(is_last_rank=True)
-    numbers, written, computed = torch.zeros(3, dtype=torch.int64), Event(), Event()
+    numbers, computed, written = torch.zeros(3, dtype=torch.int64), Mock(), Mock()
+    computed.query.return_value = written.query.return_value = False
     manager.add_transfer_request(
         ROOM, numbers, slice(0, 3), False, wait_event=computed, indices_event=written
     )
@@ -191,27 +135,16 @@ def test_late_page_numbers_are_read_once_written() -> None:
     numbers.copy_(torch.tensor([5, 1, 4]))
     for event in (computed, written):
         assert not chunk.is_computed()
-        event.happened = True
+        event.query.return_value = True
     assert chunk.is_computed()
     assert list(chunk.pages) == [5, 1, 4]
-
-
-def test_only_a_device_may_hand_over_late_numbers() -> None:
-    """SGLang pins memory and records an event of CUDA for them."""
-    for has_streams in (False, True):
-        manager = manager_of(ZmqKVSender)
-        manager.has_streams = has_streams
-        with get_parallel().override(num_dp_ranks=1):
-            sender = ZmqKVSender(manager, SERVER, ROOM)
-        assert sender.supports_host_tensor_indices is has_streams
 
 
 @BOTH
 def test_rooms_of_replaced_weights_end_first(
     kind: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """KV of before must not be taken as that of after, received but not yet taken by the
-    scheduler as well; a claim of after must not meet a room of before."""
+    """KV of before must not be taken as that of after, nor what is received but not yet taken."""
     manager = manager_of(kind)
     monkeypatch.setattr(type(manager), "server", "192.0.2.2:2")
     manager.request_status = {ROOM: KVPoll.Success, ROOM + 1: KVPoll.Transferring}
@@ -219,9 +152,8 @@ def test_rooms_of_replaced_weights_end_first(
     ended: list[Any] = []
     manager.handed.weights_changed = lambda *_, **__: ended.extend(manager.endpoint.method_calls)
     manager.weights_changed(Mock(), memory_is_clean=True)
-    said = {name: arguments for name, arguments, _ in ended}
     if kind is ZmqKVSender:
-        assert CHANGED in said["fail_rooms"][0]
+        assert [CHANGED in call.args[0] for call in ended if call[0] == "fail_rooms"] == [True]
         return
     assert [call[1] for call in ended if call[0] == "close_room"] == [(ROOM,), (ROOM + 1,)]
     assert set(manager.request_status.values()) == {KVPoll.Failed}

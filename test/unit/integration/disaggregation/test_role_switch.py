@@ -24,7 +24,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode, TransferConfig
-from sglang_tiered.integration.disaggregation.handoffs import Handoffs, WeightUpdate
+from sglang_tiered.integration.disaggregation.handoffs import Handoffs
 from sglang_tiered.integration.disaggregation.manager import ZmqKVSender, make_manager
 from sglang_tiered.integration.hooks import _after_decode_queue
 from sglang_tiered.transfer.messages import Asked
@@ -40,48 +40,31 @@ class Rank:
     """A scheduler's part: pools, and a manager of one role after the other."""
 
     def __init__(self, folder: Path, bootstrap_port: int) -> None:
-        self.kv = np.zeros((2 * LAYERS, PAGES, PAGE_BYTES), np.uint8)
-        self.aux = np.zeros((1, PAGES, 64), np.uint8)
-        self.bootstrap_port = bootstrap_port
+        self.pools = {
+            "kv": np.zeros((2 * LAYERS, PAGES, PAGE_BYTES), np.uint8),
+            "aux": np.zeros((1, PAGES, 64), np.uint8),
+        }
+        self.address = f"127.0.0.1:{bootstrap_port}"
         nvme = NvmeConfig(directory=str(folder), capacity_bytes=64 * MiB, region_bytes=4 * MiB)
         transfer = TransferConfig(keys_directory=str(folder / "keys"), model_name="m")
         make_keys(folder / "keys")
         self.handoffs = Handoffs(TieredConfig(mode=TierMode.NVME, nvme=nvme, transfer=transfer))
 
     def make(self, role: DisaggregationMode, replica: int = 0) -> Any:
-        args = SimpleNamespace(
-            page_size=4,
-            kv_cache_dtype_str="bfloat16",
-            kv_layout=None,
-            **_pool("kv", self.kv),
-            kv_layer_ids=[*range(LAYERS)] * 2,
-            **_pool("aux", self.aux),
-            **{f"state_{what}": [] for what in ("types", "item_lens", "data_ptrs", "data_lens")},
-            host_kv_data_ptrs=None,
-            num_draft_entries=0,
-            total_kv_head_num=4,
-            kv_head_num=4,
-            gpu_id=0,
-            engine_rank=0,
-            system_dp_rank=replica,
-            pp_rank=0,
-            mla_compression_ratios=None,
+        args: dict[str, Any] = dict.fromkeys(
+            ("kv_layout", "host_kv_data_ptrs", "mla_compression_ratios")
         )
+        args |= dict.fromkeys(("num_draft_entries", "gpu_id", "engine_rank", "pp_rank"), 0)
+        args |= {"page_size": 4, "kv_cache_dtype_str": "bfloat16", "system_dp_rank": replica}
+        args |= {"total_kv_head_num": 4, "kv_head_num": 4, "kv_layer_ids": [*range(LAYERS)] * 2}
+        for name, buffers in self.pools.items():
+            args[f"{name}_data_ptrs"] = [part.ctypes.data for part in buffers]
+            args[f"{name}_data_lens"] = [part.nbytes for part in buffers]
+            args[f"{name}_item_lens"] = [part[0].nbytes for part in buffers]
+        for what in ("types", "item_lens", "data_ptrs", "data_lens"):
+            args[f"state_{what}"] = []
         server_args = SimpleNamespace(enable_metrics=True, enable_pd_role_switch=True)
-        return make_manager(self.handoffs, args, role, server_args, False)
-
-    def route(self) -> requests.Response:
-        """What a decode server is told of where this rank listens."""
-        query = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
-        return requests.get(f"http://127.0.0.1:{self.bootstrap_port}/route?{query}", timeout=5)
-
-
-def _pool(name: str, buffers: Any) -> dict[str, list[int]]:
-    return {
-        f"{name}_data_ptrs": [part.ctypes.data for part in buffers],
-        f"{name}_data_lens": [part.nbytes for part in buffers],
-        f"{name}_item_lens": [part[0].nbytes for part in buffers],
-    }
+        return make_manager(self.handoffs, SimpleNamespace(**args), role, server_args, False)
 
 
 @pytest.fixture
@@ -90,35 +73,24 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     for name in ("Counter", "Gauge", "Histogram"):
         kind = partial(getattr(prometheus_client, name), registry=registry)
         monkeypatch.setattr(prometheus_client, name, kind)
-    port = free_port()
-    alone: dict[str, Any] = {
-        f"{kind}_{what}": int(what == "size")
-        for kind in ("attn_tp", "attn_cp", "attn_dp", "attn_dcp")
-        for what in ("size", "rank")
-    }
-    group = SimpleNamespace(is_last_rank=True)
+    made = Rank(tmp_path, port := free_port())
+    kinds = ("attn_tp", "attn_cp", "attn_dp", "attn_dcp")
+    alone: dict[str, Any] = dict.fromkeys([f"{kind}_size" for kind in kinds], 1)
+    alone |= dict.fromkeys([*(f"{kind}_rank" for kind in kinds), "tp_rank", "pp_rank"], 0)
+    alone |= {"dp_rank": None, "pp_group": SimpleNamespace(is_last_rank=True)}
+    settings: dict[str, Any] = {"host": "127.0.0.1", "device": "cpu"}
+    settings |= {"disaggregation_bootstrap_port": port, "enable_pd_role_switch": True}
+
+    def is_up() -> bool:
+        try:
+            return requests.get(f"http://{made.address}/health", timeout=5).ok
+        except requests.ConnectionError:
+            return False
+
     with ExitStack() as held:
-        held.enter_context(
-            get_context().override_server_args(
-                host="127.0.0.1",
-                device="cpu",
-                disaggregation_bootstrap_port=port,
-                enable_pd_role_switch=True,
-            )
-        )
-        held.enter_context(
-            get_parallel().override(**alone, tp_rank=0, pp_rank=0, dp_rank=None, pp_group=group)
-        )
-        server = CommonKVBootstrapServer("127.0.0.1", port)
-        held.callback(server.close)
-        made = Rank(tmp_path, port)
-
-        def is_up() -> bool:
-            try:
-                return made.route().status_code == 503
-            except requests.ConnectionError:
-                return False
-
+        held.enter_context(get_context().override_server_args(**settings))
+        held.enter_context(get_parallel().override(**alone))
+        held.callback(CommonKVBootstrapServer("127.0.0.1", port).close)
         eventually(is_up)
         yield made
 
@@ -153,7 +125,7 @@ def test_teardown_leaves_no_socket_thread_or_memory(
         assert [one.name for one in threads() - before] == [f"kv-transfer-{role.value}"]
         eventually(is_gone, "the manager before, once this one's series are exported")
         if role is DECODE:
-            manager.bootstrap_client.ensure_known(f"127.0.0.1:{rank.bootstrap_port}")
+            manager.bootstrap_client.ensure_known(rank.address)
             _after_decode_queue(None, queue(kv_manager=manager))
         last = weakref.ref(manager)
         manager.teardown()
@@ -167,56 +139,15 @@ def test_teardown_leaves_no_socket_thread_or_memory(
 def test_a_replica_knows_its_own_number(rank: Rank, method: str) -> None:
     """SGLang's sender asks for that of DP attention, which is 0 in each replica of ``--dp-size``. A
     server that began as decode tells decode who has the room."""
-    address, room = f"127.0.0.1:{rank.bootstrap_port}", 7
+    room = 7
     with get_parallel().override(dp_size=2, num_dp_ranks=2, load_balance_method=method):
         manager = rank.make(PREFILL, replica=1)
         manager.arriving = Asked(b"", b"")
         try:
-            ZmqKVSender(manager, address, room)
+            ZmqKVSender(manager, rank.address, room)
             assert not manager.failure_records
             asked = {"bootstrap_rooms": [room]}
-            told = requests.post(f"http://{address}/query_dp_ranks", json=asked, timeout=5).json()
-            assert told == ({str(room): 1} if method == "round_robin" else {})
+            answer = requests.post(f"http://{rank.address}/query_dp_ranks", json=asked, timeout=5)
+            assert answer.json() == ({str(room): 1} if method == "round_robin" else {})
         finally:
             manager.teardown()
-
-
-def test_other_role_begins_where_the_first_ended(rank: Rank) -> None:
-    """The bootstrap server of a decode server is there for the day when it is prefill's."""
-    ports = []
-    for _ in range(2):
-        for role in (DECODE, PREFILL):
-            manager = rank.make(role)
-            assert rank.route().ok == (role is PREFILL or bool(ports))
-            if role is PREFILL:
-                ports.append(manager.endpoint.control_port)
-                assert rank.route().json()["rank_port"] == ports[-1]
-            manager.teardown()
-    assert len(ports) == 2
-
-
-def test_replaced_weights_stay_replaced_after_a_switch(rank: Rank) -> None:
-    """A manager that read the files of the start again handed over KV of others as theirs."""
-
-    def model_of(manager: Any) -> bytes:
-        eventually(lambda: manager.endpoint._model is not None)
-        return manager.endpoint._model
-
-    first = rank.make(PREFILL)
-    of_start = model_of(first)
-    first.weights_changed(WeightUpdate(), memory_is_clean=True)
-    eventually(lambda: first.endpoint._model not in (None, of_start))
-    replaced = model_of(first)
-    first.teardown()
-    second = rank.make(DECODE)
-    assert second.adapters is first.adapters, "those that were loaded while it ran"
-    assert model_of(second) == replaced
-    second.teardown()
-
-
-def test_series_go_on_after_a_switch(rank: Rank) -> None:
-    """prometheus-client refuses a second family of the same name."""
-    for role in (PREFILL, DECODE, PREFILL):
-        manager = rank.make(role)
-        eventually(lambda manager=manager: rank.handoffs._exported is manager.endpoint)
-        manager.teardown()

@@ -14,7 +14,6 @@ from sglang_tiered.integration.identity.file_digests import FileDigests
 from sglang_tiered.integration.identity.model import (
     FileContents,
     find_weight_files,
-    identify_files,
     identify_model,
     spell_out,
 )
@@ -73,27 +72,15 @@ def test_shards_that_changed_places_are_another_model(model: Path) -> None:
     ],
 )
 def test_every_file_that_a_loader_reads_counts(model: Path, path: str) -> None:
-    file = model / path
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(b"old")
+    write(model / path, b"old")
     before = digest(model)
-    file.write_bytes(b"new")
+    write(model / path, b"new")
     assert digest(model) != before
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("README.md", ".cache/huggingface/download/x.metadata", "original/consolidated.00.pth"),
-        *("checkpoint-500/model.safetensors", "optimizer.pt", "training_args.bin", "train.log"),
-    ],
-)
-def test_files_that_no_loader_reads_do_not_count(model: Path, path: str) -> None:
-    before = digest(model)
-    file = model / path
+def write(file: Path, content: bytes) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(b"something")
-    assert digest(model) == before
+    file.write_bytes(content)
 
 
 def test_links_are_followed_and_may_lead_in_circles(model: Path, tmp_path: Path) -> None:
@@ -108,16 +95,12 @@ def test_links_are_followed_and_may_lead_in_circles(model: Path, tmp_path: Path)
 
 def test_quantised_file_of_its_own_is_a_model(tmp_path: Path) -> None:
     one, two = tmp_path / "a" / "m.gguf", tmp_path / "b" / "m.gguf"
-    for path, content in ((one, b"GGUF one"), (two, b"GGUF two")):
-        path.parent.mkdir()
-        path.write_bytes(content)
-        (path.parent / "somebody's notes.txt").write_text(str(path))
+    write(one, b"GGUF one")
+    write(two, b"GGUF two")
+    write(two.with_name("somebody's notes.txt"), b"notes")
     assert digest(one, "gguf") != digest(two, "gguf")
-    two.write_bytes(b"GGUF one")
+    write(two, b"GGUF one")
     assert digest(one, "gguf") == digest(two, "gguf")
-
-
-# ---- Weights that cannot be told start anew ----
 
 
 def test_folder_without_a_weight_file_is_unique(
@@ -125,8 +108,9 @@ def test_folder_without_a_weight_file_is_unique(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "empty.safetensors").write_bytes(b"")
-    names = {digest(tmp_path) for _ in range(2)}
-    assert len(names) == 2 and all(map(is_unresolved, names))
+    for where in (tmp_path, "no/such-model"):
+        names = {digest(where) for _ in range(2)}
+        assert len(names) == 2 and all(map(is_unresolved, names))
     assert "no file of them is found" in caplog.text and "start empty" in caplog.text
 
 
@@ -139,11 +123,6 @@ def test_weights_not_read_from_files_are_unique(
     assert f"--load-format {load_format}" in caplog.text
 
 
-def test_unknown_hub_name_is_never_shared() -> None:
-    names = {digest("no/such-model") for _ in range(2)}
-    assert len(names) == 2 and all(map(is_unresolved, names))
-
-
 def test_weights_changed_during_the_read_are_unique(model: Path) -> None:
     identity = identify_model(str(model), None, "auto")
     (model / "config.json").write_text('{"rope_theta": 20000}')
@@ -151,18 +130,13 @@ def test_weights_changed_during_the_read_are_unique(model: Path) -> None:
     assert len(names) == 2 and all(map(is_unresolved, names))
 
 
-# ---- Hub names ----
-
-
 def put_into_hub(cache: Path, files: dict[str, bytes], commit: str = "c" * 40) -> None:
     """A snapshot as ``huggingface_hub`` leaves it: links into a folder of blobs."""
     repo = cache / "models--org--model"
-    (repo / "blobs").mkdir(parents=True, exist_ok=True)
-    (repo / "refs").mkdir(exist_ok=True)
-    (repo / "refs" / "main").write_text(commit)
+    write(repo / "refs" / "main", commit.encode())
     for file, content in files.items():
         blob = repo / "blobs" / f"{hash((file, content)):x}"
-        blob.write_bytes(content)
+        write(blob, content)
         link = repo / "snapshots" / commit / file
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(blob, link.parent))
@@ -183,9 +157,8 @@ CONFIG, OLD, NEW = {"config.json": b"{}"}, {"m.safetensors": b"old"}, {"m.safete
 def test_hub_name_is_the_files_of_its_snapshot(hub: Path, tmp_path: Path) -> None:
     put_into_hub(hub, {**CONFIG, **OLD})
     local = tmp_path / "local"
-    local.mkdir()
     for file, content in {**CONFIG, **OLD}.items():
-        (local / file).write_bytes(content)
+        write(local / file, content)
     assert digest("org/model") == digest(local)
     put_into_hub(hub, {**CONFIG, **NEW}, "d" * 40)
     assert digest("org/model") != digest(local)
@@ -200,28 +173,5 @@ def test_download_folder_precedes_the_hub_cache(hub: Path, tmp_path: Path) -> No
     assert find_weight_files("org/model", None, str(tmp_path / "other"))[0].read_bytes() == b"new"
     # SGLang takes what there is, and the configuration from the hub's cache.
     assert digest("org/model", download_dir=tmp_path / "absent") == old
-    put_into_hub(tmp_path / "same", OLD)
-    assert digest("org/model", download_dir=tmp_path / "same") == old
-
-
-def test_configuration_of_downloaded_weights_counts(hub: Path, tmp_path: Path) -> None:
-    put_into_hub(tmp_path / "other", OLD)
-    put_into_hub(hub, CONFIG)
-    before = digest("org/model", download_dir=tmp_path / "other")
     put_into_hub(hub, {"config.json": b'{"rope_theta": 1}'}, "d" * 40)
-    assert digest("org/model", download_dir=tmp_path / "other") != before
-
-
-# ---- Files that settings name ----
-
-
-def test_file_of_a_setting_counts_by_its_bytes(tmp_path: Path) -> None:
-    scales, copy = tmp_path / "scales.json", tmp_path / "a" / "scales.json"
-    copy.parent.mkdir()
-    scales.write_text("1")
-    copy.write_text("1")
-    assert name(identify_files(str(scales))) == name(identify_files(str(copy)))
-    copy.write_text("2")
-    assert name(identify_files(str(scales))) != name(identify_files(str(copy)))
-    assert identify_files(None) is None
-    assert is_unresolved(name(identify_files(str(tmp_path / "absent"))))
+    assert digest("org/model", download_dir=tmp_path / "other") != new

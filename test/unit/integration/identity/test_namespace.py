@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from host_pools import storage_config
-from sglang.srt import runtime_context
 from sglang.srt.arg_groups.fields.model import Model
-from sglang.srt.arg_groups.fields.spec import Spec
 from sglang.srt.runtime_context import get_context
 
 from sglang_tiered.config import TransferConfig
@@ -22,18 +21,16 @@ from sglang_tiered.integration.identity import file_digests, namespace
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
 
 TIMEOUT_S = 20.0
+Identify = Callable[..., bytes]
+
+INT8 = {"transfer_codec": "int8"}
+DECODE, PREFILL = ({"disaggregation_mode": role} for role in ("decode", "prefill"))
 IDENTITY: dict[str, Any] = {"model": "abc", "weight_version": "default", "tp": [0, 2]}
 
 
 def make_pool(**changes: Any) -> SimpleNamespace:
-    settings = {
-        "dtype": torch.float16,
-        "layout": "page_first",
-        "page_size": 64,
-        "layer_num": 32,
-        "head_num": 8,
-        "head_dim": 128,
-    }
+    settings = {"dtype": torch.float16, "layout": "page_first", "page_size": 64}
+    settings |= {"layer_num": 32, "head_num": 8, "head_dim": 128}
     return SimpleNamespace(**{**settings, **changes})
 
 
@@ -41,23 +38,18 @@ def digest(identity: dict[str, Any] = IDENTITY, **pool: Any) -> bytes:
     return namespace.digest(identity, {"kv": namespace.describe_pool(make_pool(**pool))})
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"dtype": torch.bfloat16},
-        {"layout": "page_first_direct"},
-        {"page_size": 32},
-        {"layer_num": 33},
-        {"head_num": 4},
-        {"head_dim": 64},
-        {"v_head_dim": 64},
-        {"start_layer": 1},
-        {"storage_format_tag": "packed"},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_other_geometry_is_another_namespace(change: dict[str, Any]) -> None:
+GEOMETRY = {"dtype": torch.bfloat16, "layout": "page_first_direct", "page_size": 32}
+GEOMETRY |= {"layer_num": 33, "head_num": 4, "head_dim": 64, "v_head_dim": 64, "start_layer": 1}
+GEOMETRY |= {"storage_format_tag": "packed"}
+
+
+@pytest.mark.parametrize("name", GEOMETRY)
+def test_other_geometry_is_another_namespace(name: str) -> None:
+    change = {name: GEOMETRY[name]}
     assert digest(**change) != digest()
+    beside = {"kv": namespace.describe_pool(make_pool())}
+    beside["swa"] = namespace.describe_pool(make_pool(**change))
+    assert namespace.digest(IDENTITY, beside) != digest()
 
 
 @pytest.mark.parametrize(
@@ -65,18 +57,6 @@ def test_other_geometry_is_another_namespace(change: dict[str, Any]) -> None:
 )
 def test_other_identity_is_another_namespace(change: dict[str, Any]) -> None:
     assert digest({**IDENTITY, **change}) != digest()
-
-
-def test_second_pool_is_part_of_the_namespace() -> None:
-    one = {"kv": namespace.describe_pool(make_pool())}
-    two = {**one, "swa": namespace.describe_pool(make_pool(layer_num=4))}
-    assert namespace.digest(IDENTITY, one) != namespace.digest(IDENTITY, two)
-
-
-def test_weights_changed_in_place_get_new_namespaces() -> None:
-    start = digest()
-    seen = {start, *(namespace.successor(start) for _ in range(10))}
-    assert len(seen) == 11
 
 
 @pytest.fixture
@@ -88,48 +68,35 @@ def model(tmp_path: Path) -> Path:
     return root
 
 
-def answer(identity: dict[str, Any], directory: Path) -> bytes:
-    found = NamespaceSearch(identity, {}, directory, patience_s=TIMEOUT_S).answer
-    assert found is not None
-    return found
-
-
-def start_anew() -> None:
-    """Be a process that has not looked at any file."""
-    namespace._loaded_model.cache_clear()
-    namespace._loaded_files.cache_clear()
-
-
 @pytest.fixture
-def identify(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
+def identify(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Identify:
     """The namespace of a process with these settings, by SGLang's own published configuration."""
     # Tests of weight updates leave it set in a process that runs them, too.
     monkeypatch.setattr(namespace, "_files_are_old", False)
 
-    def identify(*, anew: bool = True, **settings: Any) -> bytes:
-        if anew:
-            start_anew()
+    def identify(make: Any = None, *, anew: bool = True, **settings: Any) -> bytes:
+        if anew:  # as a process that has not looked at any file
+            namespace._loaded_model.cache_clear()
+            namespace._loaded_files.cache_clear()
         with get_context().override_server_args(**{"model_path": str(model), **settings}):
-            identity = namespace.server_identity(storage_config())
-        return answer(identity, tmp_path / "kv")
+            identity = make() if make else namespace.server_identity(storage_config())
+        found = NamespaceSearch(identity, {}, tmp_path / "kv", patience_s=TIMEOUT_S).answer
+        assert found is not None
+        return found
 
     return identify
 
 
 @pytest.fixture
-def handed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
+def handed(identify: Identify) -> Identify:
     """The digest that goes with a handoff of such a process."""
-    monkeypatch.setattr(namespace, "_files_are_old", False)
 
-    def identify(
+    def handed(
         name: str | None = None, kv: str = "bfloat16", *, draft: bool = False, **settings: Any
     ) -> bytes:
-        start_anew()
-        with get_context().override_server_args(**{"model_path": str(model), **settings}):
-            identity = namespace.handoff_identity(name, kv, with_draft=draft)
-        return answer(identity, tmp_path / "kv")
+        return identify(lambda: namespace.handoff_identity(name, kv, with_draft=draft), **settings)
 
-    return identify
+    return handed
 
 
 def weights(folder: Path, content: bytes) -> Path:
@@ -142,53 +109,51 @@ def adapter(path: Path) -> SimpleNamespace:
     return SimpleNamespace(lora_id="ab" * 16, lora_name="a", lora_path=str(path))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"kv_cache_dtype": "fp8_e5m2"},
-        {"dtype": "float32"},
-        {"quantization": "fp8"},
-        {"json_model_override_args": '{"rope_theta": 1}'},
-        {"context_length": 4096},
-        {"load_format": "bitsandbytes"},
-        {"model_loader_extra_config": '{"pattern": "x"}'},
-        {"model_impl": "transformers"},
-        {"modelopt_quant": "fp8"},
-        {"quantize_and_serve": True},
-        {"qsa_indexer_dtype": "fp8_e4m3"},
-        {"custom_weight_loader": ["a.b"]},
-        {"kt_method": "AMXINT8"},
-        {"kt_num_gpu_experts": 4},
-        {"kt_max_deferred_experts_per_token": 2},
-        {"enable_w4a4_mxfp4_megamoe": True},
-        {"enforce_shared_experts_fusion": True},
-        {"mamba_ssm_dtype": "bfloat16"},
-        {"prefill_kv_cache_dequant_dtype": "bfloat16"},
-        {"enable_precise_embedding_interpolation": True},
-        {"enable_tf32_matmul": True},
-        {"enable_decoder_swa_bounded_replay": True},
-        {"rl_on_policy_target": "fsdp"},
-        {"flashinfer_a2a_dispatch_type": "nvfp4"},
-        {"experts_shared_outer_loras": True},
-        {"speculative_enable_w4a4_mxfp4_megamoe": True},
-        {"speculative_algorithm": "EAGLE"},
-        {"speculative_draft_kv_cache_dtype": "fp8_e4m3"},
-        {"speculative_draft_model_quantization": "fp8"},
-        {"speculative_draft_window_size": 128},
-        {"weight_version": "v2"},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_every_meaningful_setting_is_in_the_identity(
-    identify: Callable[..., bytes], settings: dict[str, Any]
-) -> None:
-    assert identify() == identify()
-    assert identify(**settings) != identify()
+OF_FILES = [
+    *("quantization_param_path", "decrypted_config_file", "decrypted_draft_config_file"),
+    *("rl_quant_profile", "modelopt_checkpoint_restore_path", "kt_weight_path", "uno_lora_path"),
+]
+
+
+def settings_of(kind: str, folder: Path) -> dict[str, Any]:
+    """With one that names a file or folder with weights."""
+    if kind in OF_FILES:
+        return {kind: str(folder / "model.safetensors")}
+    if kind == "draft":
+        return {"speculative_draft_model_path": str(folder)}
+    if kind == "adapter":  # SGLang makes the id of one from its name and path alone
+        return {"lora_paths": [adapter(folder)]}
+    extra = {"qlora_adapter_name_or_path": str(folder)}
+    return {"model_loader_extra_config": json.dumps(extra)}
+
+
+SETTINGS = """
+kv_cache_dtype=fp8_e5m2 dtype=float32 quantization=fp8 context_length=4096 weight_version=v2
+json_model_override_args='{"rope_theta":1}' model_loader_extra_config='{"pattern":"x"}'
+load_format=bitsandbytes model_impl=transformers modelopt_quant=fp8 quantize_and_serve=true
+qsa_indexer_dtype=fp8_e4m3 custom_weight_loader=[a.b] rl_on_policy_target=fsdp
+kt_method=AMXINT8 kt_num_gpu_experts=4 kt_max_deferred_experts_per_token=2
+enable_w4a4_mxfp4_megamoe=true enforce_shared_experts_fusion=true mamba_ssm_dtype=bfloat16
+prefill_kv_cache_dequant_dtype=bfloat16 enable_precise_embedding_interpolation=true
+enable_tf32_matmul=true enable_decoder_swa_bounded_replay=true
+flashinfer_a2a_dispatch_type=nvfp4 experts_shared_outer_loras=true
+speculative_enable_w4a4_mxfp4_megamoe=true speculative_algorithm=EAGLE
+speculative_draft_kv_cache_dtype=fp8_e4m3 speculative_draft_model_quantization=fp8
+speculative_draft_window_size=128
+"""
+
+
+@pytest.mark.parametrize("setting", SETTINGS.split(), ids=lambda setting: setting.split("=")[0])
+def test_every_meaningful_setting_is_in_the_identity(identify: Identify, setting: str) -> None:
+    name, _, value = setting.partition("=")
+    before = identify()
+    assert identify() == before
+    assert identify(**{name: yaml.safe_load(value)}) != before
 
 
 @pytest.mark.parametrize("name", namespace._VARIABLES)
 def test_variable_that_changes_numbers_counts(
-    identify: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch, name: str
+    identify: Identify, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     before = identify()
     monkeypatch.setenv(
@@ -197,73 +162,23 @@ def test_variable_that_changes_numbers_counts(
     assert identify() != before
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"download_dir": "/somewhere"},
-        {"weight_loader_disable_mmap": True},
-        {"modelopt_export_path": "/somewhere"},
-        {"startup_weight_load_mode": "overlap"},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_loading_options_do_not_change_the_identity(
-    identify: Callable[..., bytes], settings: dict[str, Any]
-) -> None:
-    assert identify(**settings) == identify()
-
-
 def test_settings_left_out_are_settings_that_sglang_has() -> None:
     """One that was renamed would come back under its new name."""
     apart = namespace._PLACES | namespace._FILES | namespace._WITHOUT_MEANING
     assert apart <= set(Model.__struct_fields__)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "quantization_param_path",
-        "decrypted_config_file",
-        "decrypted_draft_config_file",
-        "rl_quant_profile",
-        "modelopt_checkpoint_restore_path",
-        "kt_weight_path",
-        "uno_lora_path",
-    ],
-)
+@pytest.mark.parametrize("kind", [*OF_FILES, "draft", "adapter", "adapter of the loader"])
 def test_file_in_a_setting_counts_by_its_bytes(
-    identify: Callable[..., bytes], tmp_path: Path, setting: str
+    identify: Identify, tmp_path: Path, kind: str
 ) -> None:
-    files = [tmp_path / folder / "file" for folder in ("a", "b")]
-    for file in files:
-        file.parent.mkdir()
-        file.write_bytes(b"scales")
-    one, two = (identify(**{setting: str(file)}) for file in files)
-    assert one == two != identify()
-    files[1].write_bytes(b"other scales")
-    assert identify(**{setting: str(files[1])}) != one
-
-
-@pytest.mark.parametrize(
-    "settings_of",
-    [
-        lambda folder: {"speculative_draft_model_path": str(folder)},
-        # SGLang makes the id of such an adapter from its name and path alone.
-        lambda folder: {"lora_paths": [adapter(folder)]},
-        lambda folder: {
-            "model_loader_extra_config": json.dumps({"qlora_adapter_name_or_path": str(folder)})
-        },
-    ],
-    ids=["draft", "adapter", "adapter of the loader"],
-)
-def test_folder_in_a_setting_counts_by_its_bytes(
-    identify: Callable[..., bytes], tmp_path: Path, settings_of: Callable[[Path], dict[str, Any]]
-) -> None:
-    folder = weights(tmp_path / "folder", b"old")
-    before = identify(**settings_of(folder))
-    assert identify(**settings_of(folder)) == before != identify()
-    weights(folder, b"new")
-    assert identify(**settings_of(folder)) != before
+    one, copy = (weights(tmp_path / name, b"old") for name in ("one", "copy"))
+    before = identify(**settings_of(kind, one))
+    assert identify(**settings_of(kind, one)) == before != identify()
+    if kind in OF_FILES:
+        assert identify(**settings_of(kind, copy)) == before, "wherever it lies"
+    weights(one, b"new")
+    assert identify(**settings_of(kind, one)) != before
 
 
 @pytest.mark.parametrize(
@@ -272,14 +187,27 @@ def test_folder_in_a_setting_counts_by_its_bytes(
     ids=lambda settings: next(iter(settings)),
 )
 def test_weights_that_come_from_no_file_start_anew(
-    identify: Callable[..., bytes], settings: dict[str, Any]
+    identify: Identify, handed: Identify, settings: dict[str, Any]
 ) -> None:
     assert identify(**settings) != identify(**settings)
+    assert handed(**settings) != handed(**settings)
 
 
-def test_code_of_no_file_starts_anew(
-    identify: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "float32"}, {"quantization": "fp8"}, {"weight_version": "v2"}, {"kv": "float16"}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_other_formats_are_another_model(
+    handed: Identify, model: Path, settings: dict[str, Any]
 ) -> None:
+    before = handed()
+    assert handed() == before != handed(**settings)
+    weights(model, b"retrain")
+    assert handed() != before
+
+
+def test_code_of_no_file_starts_anew(identify: Identify, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = [{"name": "x", "target_modules": ["model"], "hook_factory": "a:b"}]
     assert identify(forward_hooks=hooks) != identify(forward_hooks=hooks)
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "a.b")
@@ -287,7 +215,7 @@ def test_code_of_no_file_starts_anew(
 
 
 def test_storage_attached_again_ignores_new_files(
-    identify: Callable[..., bytes], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    identify: Identify, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It named the KV of the loaded weights as that of the weights that lay there by then."""
     monkeypatch.setattr(file_digests, "SETTLED_NS", -1)
@@ -302,38 +230,12 @@ def test_storage_attached_again_ignores_new_files(
 
 
 def test_storage_attached_after_an_update_ignores_files(
-    identify: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+    identify: Identify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(namespace, "_files_are_old", False)
     assert identify() == identify()
     namespace.drop_digests()
     assert identify() != identify()
-
-
-def test_renamed_sglang_setting_stops_the_server(
-    monkeypatch: pytest.MonkeyPatch, model: Path
-) -> None:
-    with get_context().override_server_args(model_path=str(model)):
-        spec = {
-            name: getattr(runtime_context.get_spec(), name)
-            for name in Spec.__struct_fields__
-            if name != "speculative_draft_kv_cache_dtype"
-        }
-        monkeypatch.setattr(runtime_context, "get_spec", lambda: SimpleNamespace(**spec))
-        with pytest.raises(AttributeError, match="speculative_draft_kv_cache_dtype"):
-            namespace.server_identity(storage_config())
-
-
-# ---- What must be equal on two servers that hand KV over ----
-
-
-def test_weights_of_equal_shape_are_other_weights(
-    handed: Callable[..., bytes], model: Path
-) -> None:
-    before = handed()
-    assert handed() == before
-    weights(model, b"retrain")
-    assert handed() != before
 
 
 def test_ranks_cut_otherwise_have_the_same_model(model: Path) -> None:
@@ -346,34 +248,14 @@ def test_ranks_cut_otherwise_have_the_same_model(model: Path) -> None:
     assert handed.keys() - {"kv_format"} == parts.keys() - geometry - {"adapters"}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"dtype": "float32"}, {"quantization": "fp8"}, {"weight_version": "v2"}, {"kv": "float16"}],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_other_formats_are_another_model(
-    handed: Callable[..., bytes], settings: dict[str, Any]
-) -> None:
-    assert handed(**settings) != handed()
-
-
-def test_speculation_without_kv_may_differ(handed: Callable[..., bytes]) -> None:
-    assert handed(speculative_algorithm="NGRAM") == handed()
-
-
-def test_draft_whose_kv_travels_counts(handed: Callable[..., bytes], tmp_path: Path) -> None:
+def test_draft_whose_kv_travels_counts(handed: Identify, tmp_path: Path) -> None:
     draft = weights(tmp_path / "draft", b"old")
     before = handed(draft=True, speculative_draft_model_path=str(draft))
     weights(draft, b"new")
     assert handed(draft=True, speculative_draft_model_path=str(draft)) != before
 
 
-def test_adapters_are_no_part_of_the_model(handed: Callable[..., bytes], tmp_path: Path) -> None:
-    """They go with the requests that use them."""
-    assert handed(lora_paths=[adapter(weights(tmp_path / "one", b"adapter"))]) == handed()
-
-
-def test_declared_name_stands_for_the_files(handed: Callable[..., bytes], model: Path) -> None:
+def test_declared_name_stands_for_the_files(handed: Identify, model: Path) -> None:
     before = handed("demo")
     weights(model, b"retrain")
     assert handed("demo") == before
@@ -383,33 +265,20 @@ def test_declared_name_stands_for_the_files(handed: Callable[..., bytes], model:
     assert handed("demo", weight_version="v2") != before
 
 
-def test_weights_in_no_file_have_no_equal(handed: Callable[..., bytes]) -> None:
-    assert handed(load_format="dummy") != handed(load_format="dummy")
-
-
 @pytest.mark.parametrize(
     ("role", "transfer", "received"),
     [
-        ("decode", TransferConfig(), {}),
-        ("decode", TransferConfig(codec="zstd"), {}),
-        ("decode", TransferConfig(codec="int8"), {"transfer_codec": "int8"}),
-        ("decode", TransferConfig(model_name="demo"), {"transfer_model": "demo"}),
-        ("prefill", TransferConfig(codec="int8", model_name="demo"), {}),
-        ("decode", None, {}),
+        (DECODE, TransferConfig(codec="zstd"), {}),
+        (DECODE, TransferConfig(codec="int8"), INT8),
+        (DECODE, TransferConfig(model_name="demo"), {"transfer_model": "demo"}),
+        (PREFILL, TransferConfig(codec="int8", model_name="demo"), {}),
+        (DECODE, None, {}),
+        # Its tiers are open when it becomes decode, and their namespace is one for its life.
+        ({**PREFILL, "enable_pd_role_switch": True}, TransferConfig(codec="int8"), INT8),
     ],
 )
 def test_received_kv_that_differs_is_kept_apart(
-    role: str, transfer: TransferConfig | None, received: dict[str, Any]
+    role: dict[str, Any], transfer: TransferConfig | None, received: dict[str, Any]
 ) -> None:
-    with get_context().override_server_args(disaggregation_mode=role):
+    with get_context().override_server_args(**role):
         assert namespace.received_identity(transfer) == received
-
-
-def test_server_that_may_receive_stores_apart_at_once() -> None:
-    """Its tiers are open when it becomes decode, and their namespace is one for its life."""
-    transfer = TransferConfig(codec="int8")
-    for role in ("prefill", "decode"):
-        with get_context().override_server_args(
-            disaggregation_mode=role, enable_pd_role_switch=True
-        ):
-            assert namespace.received_identity(transfer) == {"transfer_codec": "int8"}

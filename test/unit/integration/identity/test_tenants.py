@@ -27,9 +27,6 @@ def test_tenants_differ_wherever_key_or_salt_do() -> None:
     assert len(digests) == len(parts) ** 2
     assert {len(digest) for digest in digests} == {TENANT_BYTES}
     assert UNKNOWN_TENANT not in digests
-
-
-def test_absent_and_empty_are_no_tenant() -> None:
     assert tenant_digest(None, None) == tenant_digest("", "") == NO_TENANT
     assert tenant_digest("a", None) == tenant_digest("a", "") != NO_TENANT
 
@@ -37,12 +34,6 @@ def test_absent_and_empty_are_no_tenant() -> None:
 def test_the_digest_of_a_tenant_never_changes() -> None:
     """It is on disk."""
     assert tenant_digest("acme", "s3cret").hex() == "0b8a913a166c607b8510e0cd2028e85a"
-
-
-def test_without_a_purge_keys_stay_as_they_are(purged: HiddenTenants) -> None:
-    assert not purged
-    assert [purged.key_of(key, None) for key in (None, "", "a")] == [None, "", "a"]
-    assert not purged.is_hidden("a", "salt")
 
 
 def test_purged_tenant_gets_another_key_and_keeps_identity(purged: HiddenTenants) -> None:
@@ -73,13 +64,6 @@ def test_a_purge_of_everything_concerns_all_and_none(purged: HiddenTenants) -> N
     assert purged.tenant_of(purged.key_of(both, "salt"), "salt") == A
     assert purged.is_hidden(both, "salt") and purged.is_hidden("a", "salt")
     assert purged.is_hidden(None, None) and not purged.is_hidden(untenanted, None)
-
-
-def test_sglangs_suffix_of_a_marked_key_counts(purged: HiddenTenants) -> None:
-    purged.quarantine(A)
-    assert purged.tenant_of(f"{purged.key_of('a', 'salt')}|ns", "salt") == tenant_digest(
-        "a|ns", "salt"
-    )
 
 
 def test_user_key_is_never_read_as_mark() -> None:

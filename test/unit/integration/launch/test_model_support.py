@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_tiered.config import TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration.cpu.platform import ReferenceCpuPlatform
-from sglang_tiered.integration.launch import start
+from sglang_tiered.integration.launch import model_support
 
 SERVED: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",
@@ -18,18 +16,6 @@ SERVED: dict[str, Any] = {
     "is_hybrid_swa": False,
     "full_attention_layers": None,
 }
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"is_hybrid_swa": True, "full_attention_layers": [1, 3]},
-        {"is_hybrid_swa": True, "full_attention_layers": None},  # DeepSeek V4 has no such list
-    ],
-)
-def test_what_hicache_serves_is_served(change: dict[str, Any]) -> None:
-    start._check_is_cached(**{**SERVED, **change})
 
 
 @pytest.mark.parametrize(
@@ -48,53 +34,6 @@ def test_model_that_would_run_without_tiers_is_refused(
     assert message.endswith("pass --tier-mode off.") and "\n" not in message
 
 
-def test_anything_runs_without_tiers() -> None:
-    start.check_model(None, TieredConfig(mode=TierMode.OFF))
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        # SGLang checks the platform for the EAGLE family only; n-grams would end the scheduler.
-        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM needs a GPU"),
-        ({"lora_paths": ["a=b"]}, "--enable-lora and --lora-paths need a GPU"),
-        ({"enable_lora": True}, "--enable-lora and --lora-paths need a GPU"),
-    ],
-)
-def test_what_needs_a_gpu_is_refused_early(given: dict[str, Any], sentence: str) -> None:
-    settings = {"speculative_algorithm": None, "lora_paths": None, "enable_lora": None, **given}
-    with pytest.raises(ConfigError, match=sentence):
-        ReferenceCpuPlatform().apply_server_args_defaults(SimpleNamespace(**settings))
-
-
-@pytest.mark.parametrize(
-    ("error", "sentence"),
-    [
-        (ValueError("two\n  lines."), "SGLang refuses these arguments: two lines (test_model_su"),
-        (AssertionError(), "SGLang refuses these arguments: AssertionError (test_model_support"),
-    ],
-)
-def test_refusal_by_sglang_is_one_sentence_too(error: Exception, sentence: str) -> None:
-    def refuse() -> None:
-        raise error
-
-    with pytest.raises(ConfigError) as caught:
-        start.complete(SimpleNamespace(resolve_once=refuse))
-    message = str(caught.value)
-    assert sentence in message and "\n" not in message and message.endswith(").")
-
-
-@pytest.mark.parametrize("name", ["enable_return_routed_experts", "enable_return_indexer_topk"])
-def test_rows_kept_by_slot_are_refused(name: str) -> None:
-    """A prefix from a tier would answer with the rows of whoever had its slots before."""
-    off = {"enable_return_routed_experts": False, "enable_return_indexer_topk": False}
-    start._check_rows_by_slot(SimpleNamespace(**off))
-    flag = "--" + name.replace("_", "-")
-    with pytest.raises(ConfigError, match=f"{flag} would answer with rows of other") as caught:
-        start._check_rows_by_slot(SimpleNamespace(**{**off, name: True}))
-    assert str(caught.value).endswith("pass --tier-mode off.")
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -110,7 +49,6 @@ def test_checkpoints_that_would_keep_nothing_are_refused(
 ) -> None:
     plain = {"speculative_algorithm": None, "strip_thinking_cache": False, "pp_size": 1}
     plain["hicache_write_policy"] = "write_through"
-    start._check_checkpoints(SimpleNamespace(**plain), is_hybrid_swa=False)
     given = SimpleNamespace(**{**plain, **change})
     with pytest.raises(ConfigError, match=f"--tier-checkpoint-tokens .* with {reason}; drop"):
         start._check_checkpoints(given, is_hybrid_swa=not change)

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
-from sglang_tiered.config import (
-    ENVIRONMENT_VARIABLE,
-    GiB,
-    MiB,
-    NvmeConfig,
-    TieredConfig,
-    TierMode,
-    TransferConfig,
-    cache_directory,
-)
+from sglang_tiered.config import GiB, MiB, NvmeConfig, TierMode
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.flags import flags_of, refuse_given
-from sglang_tiered.integration import hooks
+from sglang_tiered.flags import flags_of
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
 from sglang_tiered.integration.launch import flags as tier_flags
 from sglang_tiered.integration.launch import resolve as server_args
-from sglang_tiered.integration.launch.resolve import _resolve_request_log, resolve_object
+from sglang_tiered.integration.launch.resolve import resolve_object
 from sglang_tiered.integration.storage import shards, tiers
 from sglang_tiered.remote_config import ObjectConfig, PeerConfig
 from sglang_tiered.storage.filesystem import filesystem_type
@@ -65,12 +52,9 @@ def test_tiering_is_on_by_default_and_capped(resolve: Any, on_cpu: bool) -> None
     resolved = resolve("--tier-dir {tmp}/kv", on_cpu=on_cpu)
     assert resolved.config.mode is TierMode.NVME and resolved.config.object is None
     assert 0 < resolved.config.nvme.capacity_bytes <= 256 * GiB
-    assert resolved.config.host_bytes is None and resolved.config.nvme.writes_per_day is None
     assert option(resolved, "--radix-cache-backend") == "tiered"
     assert option(resolved, "--page-size") == "64"
     assert "--enable-hierarchical-cache" in resolved.sglang_arguments
-    left = {"--hicache-size", "--hicache-mem-layout", "--hicache-io-backend"}
-    assert not left & set(resolved.sglang_arguments)
     extra = json.loads(option(resolved, "--hicache-storage-backend-extra-config"))
     assert extra["class_name"] == "TieredStorage" and extra["prefetch_threshold"] == 64
 
@@ -82,19 +66,6 @@ def test_mode_off_is_stock_sglang(resolve: Any) -> None:
     assert resolved.sglang_arguments == expected
 
 
-def test_mode_host_names_no_storage(resolve: Any) -> None:
-    resolved = resolve("--tier-mode=host --tier-host-bytes=64MiB")
-    assert resolved.config.host_bytes == 64 * MiB
-    assert "--hicache-storage-backend" not in resolved.sglang_arguments
-
-
-def test_ranks_share_the_writes_of_a_day(resolve: Any) -> None:
-    resolved = resolve("--tier-dir {tmp}/kv --tier-nvme-writes-per-day=500GiB --tp 2")
-    assert resolved.config.nvme.writes_per_day == 500 * GiB
-    assert resolved.config.nvme_writes_per_day_per_rank == 250 * GiB
-    assert not any("writes" in argument for argument in resolved.sglang_arguments)
-
-
 def test_what_the_user_says_wins(resolve: Any) -> None:
     resolved = resolve("--tier-dir {tmp}/kv --page-size=32 --hicache-mem-layout layer_first")
     arguments = resolved.sglang_arguments
@@ -104,62 +75,41 @@ def test_what_the_user_says_wins(resolve: Any) -> None:
     assert extra["prefetch_threshold"] == 32
 
 
-def test_sglang_size_of_the_host_tier_is_kept(resolve: Any) -> None:
-    resolved = resolve("--tier-dir {tmp}/kv --hicache-ratio 3")
-    assert resolved.config.host_bytes is None
-    assert "--hicache-size" not in resolved.sglang_arguments
-
-
 def test_ranks_of_one_machine_share_the_caps(resolve: Any) -> None:
-    config = resolve("--tier-dir {tmp}/kv --tp 2 --dp-size 2 --tier-nvme-bytes 1GiB").config
-    assert config.num_ranks == 4
-    assert config.nvme_bytes_per_rank == 256 * MiB
-    assert config.nvme.region_bytes == 32 * MiB
+    line = "--tier-dir {tmp}/kv --tp 2 --dp-size 2 --tier-nvme-bytes 1GiB"
+    line += " --tier-nvme-writes-per-day=500GiB --tier-object-url {tmp}/shared"
+    config = resolve(line + " --tier-object-requests-per-day 1000").config
+    assert (config.num_ranks, config.nvme_bytes_per_rank) == (4, 256 * MiB)
+    assert config.nvme_writes_per_day_per_rank == 125 * GiB
+    assert config.object.capacity_bytes == 1 << 40, "by default"
+    of_rank = config.object_of_rank
+    assert (of_rank.capacity_bytes, of_rank.requests_per_day) == (1 << 38, 250)
 
 
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("--tier-mode tape", "--tier-mode tape is unknown"),
         ("--tier-host-bytes 0", "--tier-host-bytes 0 must be greater"),
-        ("--tier-host-bytes 5G", "--tier-host-bytes '5G' is not a size"),
         ("--tier-host-bytes 9000TiB", "of memory that can be allocated here"),
         ("--tier-nvme-bytes 1MiB", "--tier-nvme-bytes 1MiB is too small"),
         ("--tier-nvme-bytes 64MiB --tier-nvme-region-bytes 64MiB", "must hold 2 regions of 64MiB"),
         ("--tier-nvme-region-bytes 5000000", "5000000 must be a multiple of 4096"),
-        ("--tier-nvme-region-bytes 4096", "at least 4MiB"),
         ("--tier-nvme-writes-per-day 0", "greater than zero; drop it to write without a limit"),
-        ("--tier-load some", "--tier-load some is unknown; choose one of measured, always"),
-        ("--tier-both-ends yes", "--tier-both-ends yes is unknown; choose one of on, off"),
-        ("--tier-tenant-share 25", "--tier-tenant-share 25 is not a share"),
         ("--tier-nvme-bytes 1GiB --tier-nvme-writes-per-day 1MiB", "allow 10 regions of 128MiB"),
         ("--disable-radix-cache", "--disable-radix-cache cannot run with tiering"),
-        ("--enable-lmcache", "--enable-lmcache cannot run with tiering"),
-        ("--radix-cache-backend flexkv", "--radix-cache-backend cannot run with tiering"),
-        (
-            "--disaggregation-decode-enable-offload-kvcache",
-            "-kvcache cannot run with tiering; drop",
-        ),
+        ("--disaggregation-decode-enable-offload-kvcache", "cannot run with tiering; drop"),
         ("--hicache-storage-backend file", "--hicache-storage-backend names a storage backend"),
         ("--hicache-host-memory-mode buffer_only", "buffer_only leaves no host tier"),
         ("--tier-host-bytes 1GiB --hicache-ratio 2", "both size the host tier"),
-        ("--page-size 0", "--page-size 0 must be at least 1"),
         ("--dcp-size 2", "--dcp-size 2 splits pages over ranks"),
-        ("--enable-flexkv", "--enable-flexkv cannot run with tiering"),
         ("--enable-kv-cache-sharding", "--enable-kv-cache-sharding cannot run with tiering"),
         ("--elastic-ep-backend mooncake", "--elastic-ep-backend cannot run with tiering; drop it"),
         ("--tier-object-url bucket", "--tier-object-url bucket is not a place for objects"),
-        ("--tier-object-url /", "is not a place for objects"),
         ("--tier-object-url s3://me:pw@b/p", "carries credentials or options"),
         ("--tier-object-ttl 7d", "--tier-object-ttl 7d needs --tier-object-url"),
-        ("--tier-object-url s3://b/p --tier-object-ttl soon", "--tier-object-ttl soon is not a"),
-        ("--tier-object-url s3://b/p --tier-object-bytes 0", "must be greater than zero"),
-        ("--tier-object-url s3://b/p --tier-object-writes-per-day x", "writes-per-day 'x' is not"),
-        ("--tier-object-url s3://b --tier-object-requests-per-day 1e3", "is not a whole number"),
-        ("--tier-codec gzip", "choose one of none, zstd"),
         ("--tier-mode host --tier-index redis://h", "--tier-index URL has no meaning with"),
-        ("--enable-unified-cache-external-linker", "-external-linker cannot run with tiering"),
-        ("--hicache-storage-prefetch-retry-max-attempts 0", "max-attempts must be at least 1, or"),
+        ("--decode-attention-backend pod --tier-mode off", "would never see a mixed batch"),
+        ("--tier-mode off --tier-log-requests /log", "/log has no meaning with --tier-mode off"),
     ],
 )
 def test_bad_combination_is_one_sentence(
@@ -170,22 +120,6 @@ def test_bad_combination_is_one_sentence(
     message = str(caught.value)
     assert sentence in message and message.endswith(".") and "\n" not in message
     assert list(tmp_path.iterdir()) == []
-
-
-def test_cap_beyond_the_disk_is_noted_not_refused(resolve: Any) -> None:
-    resolved = resolve("--tier-dir {tmp}/kv --tier-nvme-bytes 900TiB")
-    assert "stops growing when the disk is full" in resolved.notes[0]
-
-
-def test_what_others_borrowed_is_there_for_a_newcomer(
-    resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = shutil.disk_usage(tmp_path)._replace(total=1 << 40, free=0)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    line = "--tier-dir {tmp}/kv --tier-nvme-bytes 900GiB --tier-nvme-floor 128GiB"
-    resolved = resolve(line + " --tier-machine-budget {tmp}/budget")
-    assert resolved.config.nvme.region_bytes == 256 * MiB
-    assert not any("disk is full" in note for note in resolved.notes)
 
 
 @pytest.fixture
@@ -209,99 +143,17 @@ def test_a_tier_in_memory_counts_as_memory(resolve: Any, in_memory: Path) -> Non
     assert not in_memory.exists()
 
 
-def test_a_tier_on_a_disk_takes_no_memory(resolve: Any, tmp_path: Path) -> None:
-    if filesystem_type(tmp_path) in server_args.MEMORY_FILESYSTEMS:
-        pytest.skip("temporary files lie in memory here")
-    assert resolve("--tier-dir {tmp}/kv --tier-nvme-bytes 1GiB").config.nvme.memory_bytes == 0
-
-
-def test_forked_scheduler_leaves_room_for_tmpfs_tier(
-    resolve: Any, in_memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It loads no plugins: the launcher did, before it knew its configuration."""
-    from sglang.srt.mem_cache.pool_host import base
-
-    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", GiB)
-    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-    loaded = hooks.Hooks(on_cpu=True)
-    before = allocatable_bytes()
-    config = resolve(f"--tier-dir {in_memory} --tier-nvme-bytes 1GiB").config
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, msgspec.json.encode(config).decode())
-    found = []
-
-    def size_pools(*_: Any) -> None:
-        found.append((before - allocatable_bytes(), loaded.around_ranks_per_host(lambda: 7)))
-
-    scheduler = SimpleNamespace(tree_cache=None, _request_dispatcher=None)
-    loaded.around_scheduler(size_pools, scheduler, None)
-    ((reserved, num_ranks),) = found
-    assert abs(reserved - GiB) < GiB / 2
-    assert num_ranks == 1
-
-
 def test_sharing_beyond_this_machine_without_keys_is_noted(resolve: Any) -> None:
     shared = "--tier-dir {tmp}/kv --tier-nvme-bytes 1GiB --tier-index redis://192.0.2.1"
     (note,) = resolve(shared).notes  # whoever writes to that Redis
     assert "--tier-peer-keys" in note
     assert resolve(shared.replace("192.0.2.1", "127.0.0.1")).notes == ()
-    switching = "--tier-mode off --disaggregation-mode prefill --enable-pd-role-switch"
-    (note,) = resolve(f"{switching} --host 0.0.0.0").notes
-    assert "--transfer-allow" in note and resolve(switching).notes == ()
 
 
-def test_the_parser_keeps_its_defaults(parser: argparse.ArgumentParser) -> None:
-    server_args.explicit_arguments(parser, ["--model-path", "m"])
-    assert parser.parse_args(["--model-path", "m"]).tp_size == 1
-
-
-def test_flags_are_frozen() -> None:
-    """A flag is a promise; adding or dropping one is a decision, made here and in ``config``."""
-    frozen = {
-        TieredConfig: "--tier-mode --tier-host-bytes",
-        NvmeConfig: (
-            "--tier-dir --tier-nvme-bytes --tier-machine-budget --tier-nvme-floor "
-            "tier-nvme-region-bytes --tier-nvme-writes-per-day --tier-codec --tier-load "
-            "--tier-both-ends --tier-checkpoint-tokens --tier-tenant-share "
-            "--tier-trust-mm-hashes"
-        ),
-        ObjectConfig: (
-            "--tier-object-url --tier-object-bytes --tier-object-ttl "
-            "--tier-object-writes-per-day --tier-object-requests-per-day"
-        ),
-        PeerConfig: "--tier-peers --tier-index --tier-peer-host --tier-peer-port --tier-peer-keys",
-        TransferConfig: (
-            "--transfer-keys --transfer-encrypt --transfer-allow transfer-same-host "
-            "transfer-window-bytes --transfer-connections --transfer-codec --transfer-model "
-            "transfer-peer-timeout"
-        ),
-    }
-    for config, names in frozen.items():
-        assert [flag.name for flag in flags_of(config)] == names.split()
-
-
-@pytest.mark.parametrize("mode", ["host", "off"])
-@pytest.mark.parametrize("config", [NvmeConfig, ObjectConfig, PeerConfig])
-def test_every_flag_without_its_tier_is_refused(config: type, mode: str, resolve: Any) -> None:
-    for flag in flags_of(config):
-        with pytest.raises(ConfigError, match=f"no meaning with --tier-mode {mode}; drop one"):
-            resolve(f"--tier-mode {mode} {flag.option} x")
-
-
-def test_a_bucket_has_a_cap_by_default(resolve: Any, tmp_path: Path) -> None:
-    config = resolve("--tier-dir {tmp}/kv --tp 2 --tier-object-url {tmp}/shared").config
-    assert config.object.url == (tmp_path / "shared").as_uri()
-    assert config.object.capacity_bytes == 1 << 40
-    settings = config.object_of_rank
-    assert settings is not None and settings.capacity_bytes == 1 << 39
-
-
-def test_ranks_share_the_limits_of_the_bucket(resolve: Any) -> None:
-    line = "--tier-dir {tmp}/kv --tp 2 --tier-nvme-bytes 1GiB --tier-object-url s3://b/p"
-    more = " --tier-object-bytes 1TiB --tier-object-ttl 7d --tier-object-requests-per-day 1000"
-    config = resolve(line + more).config
-    settings = config.object_of_rank
-    assert (settings.capacity_bytes, settings.requests_per_day) == (1 << 39, 500)
-    assert settings.ttl_s == 7 * 86400
+def test_every_flag_without_its_tier_is_refused(resolve: Any) -> None:
+    for flag in (*flags_of(NvmeConfig), *flags_of(ObjectConfig), *flags_of(PeerConfig)):
+        with pytest.raises(ConfigError, match="no meaning with --tier-mode host; drop one"):
+            resolve(f"--tier-mode host {flag.option} x")
 
 
 @pytest.mark.parametrize(
@@ -312,54 +164,6 @@ def test_a_lossy_codec_is_part_of_the_namespace(
 ) -> None:
     line = f"--tier-dir {{tmp}}/kv --tier-codec {codec}"
     assert tiers.lossy_codec(resolve(line).config) == lossy
-
-
-def test_missing_compiler_leaves_the_host_tier(
-    parser: argparse.ArgumentParser, tmp_path: Path
-) -> None:
-    words = ["--model-path", "m", "--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "1GiB"]
-    words += ["--tier-nvme-writes-per-day", "1TiB"]
-    arguments = tier_flags.join_tier_values(words)
-    explicit = server_args.explicit_arguments(parser, arguments)
-    resolved = server_args.resolve_without_nvme(
-        explicit, arguments, on_cpu=True, problem="c++ not found"
-    )
-    assert resolved.config.mode is TierMode.HOST and resolved.config.nvme is None
-    assert "--hicache-storage-backend" not in resolved.sglang_arguments
-    assert resolved.sglang_arguments[:2] == ["--model-path", "m"]
-    assert "c++ not found" in resolved.notes[-1] and "apt-get install g++" in resolved.notes[-1]
-
-
-@pytest.mark.parametrize(
-    ("words", "joined"),
-    [
-        (["--tier-host-bytes", "-1GiB"], ["--tier-host-bytes=-1GiB"]),
-        (["--tier-mode", "--tp", "2"], ["--tier-mode", "--tp", "2"]),
-        (["--tier-mode=off", "x"], ["--tier-mode=off", "x"]),
-        (["--tier-mode"], ["--tier-mode"]),
-    ],
-)
-def test_only_values_are_joined_to_flags(words: list[str], joined: list[str]) -> None:
-    assert tier_flags.join_tier_values(words) == joined
-
-
-def test_an_impossible_pod_backend_is_refused_early(resolve: Any) -> None:
-    mixed = "--attention-backend pod --enable-mixed-chunk --chunked-prefill-size 64"
-    with pytest.raises(ConfigError, match="no whole page of 64 left beside a running request"):
-        resolve(f"{mixed} --tier-dir {{tmp}}/kv")
-    assert option(resolve(f"{mixed} --tier-mode off"), "--attention-backend") == "pod"
-    with pytest.raises(ConfigError, match="would never see a mixed batch"):
-        resolve("--decode-attention-backend pod --tier-mode off")
-
-
-def test_more_regions_than_open_files_are_refused(
-    resolve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_args, "max_regions", lambda: 10)
-    line = "--tier-dir {tmp}/kv --tier-nvme-bytes 64MiB"
-    with pytest.raises(ConfigError, match=r"4MiB makes 16 files of each rank's 64MiB.* for 10;"):
-        resolve(line + " --tier-nvme-region-bytes 4MiB")
-    assert resolve(line).config.nvme.region_bytes == 8 * MiB
 
 
 ALGORITHM, KEY = "AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID"
@@ -382,59 +186,11 @@ def test_encryption_that_would_be_ignored_is_refused(
         resolve_object({"tier_object_url": "s3://bucket/kv"})
 
 
-def test_encryption_that_s3_knows_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ALGORITHM, "aws:kms")
-    monkeypatch.setenv(KEY, "a-key")
-    assert resolve_object({"tier_object_url": "s3://bucket/kv"}) is not None
-
-
-def test_a_refused_object_url_shows_no_credentials() -> None:
-    explicit = {"tier_object_url": "s3://me:hunter2@bucket/kv"}
-    with pytest.raises(ConfigError, match="--tier-object-url URL needs NVMe") as caught:
-        refuse_given(explicit, flags_of(ObjectConfig), "needs NVMe; drop it")
-    assert "hunter2" not in str(caught.value)
-
-
-def test_a_tilde_in_the_cache_directory_is_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "~/cache")
-    assert cache_directory().is_relative_to(Path.home())
-
-
-def test_file_and_size_become_settings(tmp_path: Path) -> None:
-    given = {"tier_log_requests": str(tmp_path / "log"), "tier_log_requests_bytes": "8MiB"}
-    config = _resolve_request_log(given)
-    assert (config.path, config.max_bytes) == (str(tmp_path / "log"), 8 << 20)
-    assert _resolve_request_log({}) is None
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"tier_log_requests_bytes": "8MiB"}, "tier-log-requests-bytes 8MiB needs --tier-log-req"),
-        ({"tier_log_requests": "/log", "pp_size": 2}, "/log has no meaning with --pp-size 2"),
-        ({"tier_log_requests": " "}, "--tier-log-requests is empty; name a file, or drop it"),
-        ({"tier_log_requests": "/log", "tier_log_requests_bytes": "9"}, "must be at least 1MiB"),
-    ],
-)
-def test_useless_combination_is_refused(given: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
-        _resolve_request_log(given)
-
-
-@pytest.mark.parametrize("mode", ["off", "host"])
-def test_server_without_nvme_has_no_stories(mode: str) -> None:
-    given = {"tier_log_requests": "/log", "tier_mode": mode}
-    with pytest.raises(ConfigError, match=f"/log has no meaning with --tier-mode {mode}"):
-        server_args.resolve(given, [], on_cpu=False)
-
-
 @pytest.mark.parametrize(
     ("line", "sizes"),
     [
         ("--tp 4 --dp-size 2", (8, 4, 1, 2)),
         ("--tp 4 --dp-size 2 --enable-dp-attention", (4, 2, 2, 2)),
-        ("--tp 4 --attn-dp-size 2", (4, 2, 2, 2)),
         ("--tp 4 --attn-dp-size 2 --enable-dp-attention", (4, 2, 2, 2)),
         ("--tp 8 --attn-dp-size 2 --attn-cp-size 2 --nnodes 2", (4, 2, 2, 2)),
         ("--tp 2 --pp-size 2", (4, 2, 1, 1)),

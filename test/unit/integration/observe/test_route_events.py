@@ -1,29 +1,13 @@
-"""Events of SGLang's own publisher are followed from before the picker was there, and over gaps."""
+"""What a picker reads of events: where they are, and by which keys pages go in them."""
 
 from __future__ import annotations
 
-import asyncio
-import atexit
-import json
-import time
 from array import array
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-import zmq.asyncio
-from sglang.srt.disaggregation.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEventBatch,
-    StorageMedium,
-    ZmqEventPublisher,
-    kv_event_namespace_seed,
-    namespaced_block_hash,
-)
+from sglang.srt.disaggregation.kv_events import kv_event_namespace_seed, namespaced_block_hash
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import (
     compute_node_event_hash_values,
@@ -31,197 +15,17 @@ from sglang.srt.mem_cache.utils import (
     hash_str_to_int64,
 )
 
-from server_process import free_ports
-from sglang_tiered.integration.admin.costs import event_source
 from sglang_tiered.integration.observe.kv_events import _Node
-from sglang_tiered.policy.server_costs import EventSource
-from sglang_tiered.route.events import REPLAY_S, apply, follow, publisher_of
+from sglang_tiered.route.events import apply
 from sglang_tiered.route.pages import HeldPages
 from sglang_tiered.route.prompt import Prompt, page_keys
 from sglang_tiered.sharing.mirror import fingerprints_of
-
-DEADLINE_S = 20.0
-
-
-def stored(*keys: int, medium: str = StorageMedium.GPU) -> BlockStored:
-    return BlockStored(list(keys), None, [0] * len(keys), 1, None, medium=medium)
-
-
-class Told:
-    """A publisher of SGLang, and what a picker has learnt of it."""
-
-    def __init__(self, *, kept: int = 100, replays: bool = True) -> None:
-        self.port = free_ports(2)
-        endpoint, replay = f"tcp://*:{self.port}", f"tcp://*:{self.port + 1}"
-        self._publisher = ZmqEventPublisher(
-            0, endpoint, replay if replays else None, buffer_steps=kept, topic="kv"
-        )
-        source = EventSource("*", self.port, "kv", self.port + 1 if replays else None)
-        self.where = publisher_of(source, "http://127.0.0.1:1", 0)
-        self.index = HeldPages()
-
-    def publish(self, *events: object) -> None:
-        self._publisher.publish(KVEventBatch(ts=time.time(), events=list(events)))
-
-    def lose(self) -> None:
-        """A batch that nobody sees: a number is skipped."""
-        next(self._publisher._seq_gen)
-
-    def follow_until(self, steps: list[tuple[Callable[[], None], Callable[[], bool]]]) -> None:
-        """Follow; take each step, and wait for what it brings."""
-
-        async def run() -> None:
-            context = zmq.asyncio.Context()
-            work = asyncio.create_task(follow(context, self.where, self.index, 0))
-            try:
-                for act, is_seen in steps:
-                    act()
-                    deadline = time.monotonic() + DEADLINE_S
-                    while not is_seen():
-                        assert not work.done(), work.exception()
-                        assert time.monotonic() < deadline
-                        await asyncio.sleep(0.01)
-            finally:
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
-                context.destroy(linger=0)
-
-        asyncio.run(run())
-
-    def own(self, *keys: int) -> tuple[int, int, int]:
-        return self.index.own(0, keys)
-
-    def close(self) -> None:
-        atexit.unregister(self._publisher.shutdown)
-        self._publisher.shutdown()
-
-
-@pytest.fixture
-def told() -> Iterator[Told]:
-    made = Told()
-    yield made
-    made.close()
-
-
-def test_what_was_before_is_replayed(told: Told) -> None:
-    told.publish(stored(1, 2), stored(1, 2, 3, medium=StorageMedium.DISK))
-    told.publish(BlockRemoved([2], medium=StorageMedium.GPU))
-    told.follow_until(
-        [
-            (lambda: None, lambda: told.own(1, 2, 3) == (1, 1, 3)),
-            (lambda: told.publish(stored(2)), lambda: told.own(1, 2, 3) == (2, 2, 3)),
-            (lambda: told.publish(AllBlocksCleared()), lambda: told.own(1) == (0, 0, 0)),
-        ]
-    )
-
-
-def test_lost_batch_is_replayed(told: Told) -> None:
-    """Of those that were published, not of those that reached this subscriber."""
-    told.publish(stored(1))
-
-    def skip() -> None:
-        # The publisher's own buffer has it, as if the network had dropped it.
-        payload = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[stored(2)]))
-        told._publisher._buffer.append((next(told._publisher._seq_gen), payload))
-        told.publish(stored(3))
-
-    told.follow_until(
-        [
-            (lambda: None, lambda: told.own(1) == (1, 1, 1)),
-            (skip, lambda: told.own(1, 2, 3) == (3, 3, 3)),
-        ]
-    )
-
-
-def test_a_follower_cancelled_with_a_replay_ends(
-    told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When its server has gone, and just then something arrives."""
-    arriving: list[asyncio.Future[list[bytes]]] = []
-
-    def receive(_: object) -> asyncio.Future[list[bytes]]:
-        arriving.append(asyncio.get_running_loop().create_future())
-        return arriving[-1]
-
-    async def run() -> None:
-        context = zmq.asyncio.Context()
-        work = asyncio.create_task(follow(context, told.where, HeldPages(), 0))
-        while not arriving:
-            await asyncio.sleep(0)
-        payload = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[stored(2)]))
-        arriving[0].set_result([b"", b"kv", bytes(8), payload])
-        work.cancel()
-        ended, _ = await asyncio.wait([work], timeout=2 * REPLAY_S)
-        context.destroy(linger=0)
-        assert ended, "it goes on"
-
-    monkeypatch.setattr(zmq.asyncio.Socket, "recv_multipart", receive)
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("replays", [True, False])
-def test_gap_without_replay_forgets_memory_alone(replays: bool) -> None:
-    told = Told(replays=replays)
-    try:
-
-        def lose() -> None:
-            told.lose()
-            told.publish(stored(4))
-
-        first = stored(1), stored(1, medium=StorageMedium.CPU), stored(1, medium=StorageMedium.DISK)
-        told.follow_until(
-            [
-                # Without a replay only what comes after the subscription is heard.
-                (lambda: None, lambda: bool(told.publish(stored(9)) or told.own(9)[0])),
-                (lambda: told.publish(*first), lambda: told.own(1) == (1, 1, 1)),
-                (lose, lambda: told.own(4) == (1, 1, 1)),
-            ]
-        )
-        assert told.own(1) == (0, 0, 1)
-    finally:
-        told.close()
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode([0.0, [{"type": "X"}]])])
 def test_batch_of_another_kind_is_refused(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         apply(HeldPages(), 0, payload)
-
-
-@pytest.mark.parametrize(
-    ("told", "source"),
-    [
-        (None, None),
-        ({"publisher": "null"}, None),
-        ({"endpoint": "ipc:///tmp/x"}, None),
-        ({"endpoint": "tcp://*:5557"}, EventSource("*", 5557)),
-        (
-            {"endpoint": "tcp://[::1]:1", "replay_endpoint": "tcp://*:2", "format": "dynamo"},
-            EventSource("[::1]", 1, "", 2, by_tenant=True),
-        ),
-    ],
-)
-def test_costs_say_where_events_are(
-    told: dict[str, str] | None, source: EventSource | None
-) -> None:
-    text = None if told is None else json.dumps({"publisher": "zmq", "topic": "", **told})
-    sizes = {"page_size": 64, "dp_size": 2, "attn_dp_size": 1, "dcp_size": 1}
-    settings = SimpleNamespace(kv_events_config=text, load_publish_endpoint=None, **sizes)
-    assert event_source(settings) == source
-
-
-def test_host_that_stands_for_all_is_the_servers() -> None:
-    source = EventSource("*", 5557, "kv", 7000)
-    assert publisher_of(source, "http://[::1]:80", 2) == (
-        "tcp://[::1]:5559",
-        "tcp://[::1]:7002",
-        "kv",
-    )
-    assert publisher_of(EventSource("192.0.2.1", 5557), "http://h:1", 2) == (
-        "tcp://192.0.2.1:5559",
-        None,
-        "",
-    )
 
 
 PAGE = 16

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from sglang.srt.managers.schedule_batch import Req
@@ -11,9 +13,8 @@ from sglang.srt.observability import trace
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.observe.stories import PREFIX
-from sglang_tiered.integration.observe.stories import tell_spans as tell
-from sglang_tiered.integration.observe.story import LoadMeter, LookedUp, PricedPlan, Story
+from sglang_tiered.integration.observe.requests.spans import PREFIX, tell
+from sglang_tiered.integration.observe.requests.story import LookedUp, Story
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Tier
 
 KEYS = tuple(bytes([number]) * 32 for number in range(2))
@@ -54,31 +55,10 @@ def loaded(req: Req) -> Story:
     now[0] = 1.5
     job.reasons = [Reason.OK, Reason.CORRUPT]
     ended(job)
-    parts = {Tier.NVME: 128}
-    return Story(
-        1.0,
-        req=req,
-        held=LookedUp(1.0, 1.1, 0, 130, ((Tier.NVME, 2),), 64),
-        plan=PricedPlan(
-            1.1, "load", parts, {Tier.NVME: 0.2}, False, 0.2, 0.2, 1.0, 1.0, 0.1, 0.0, 0
-        ),
-        waits=[("load", 1.25, 1.6)],
-        load_queued_at=1.2,
-        load_ended_at=1.6,
-        num_loaded=64,
-        meter=meter,
-        copied_at=1.7,
-        copy_ended_at=1.8,
-        num_copied=64,
-        copy_bytes=100,
-    )
-
-
-def of_tiers(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
-    found = [span for span in exporter.get_finished_spans() if span.name.startswith("tier_")]
-    by_name = {span.name: span for span in found}
-    assert len(by_name) == len(found), "each is told once"
-    return by_name
+    loads = {"load_queued_at": 1.2, "load_ended_at": 1.6, "num_loaded": 64, "meter": meter}
+    copies = {"copied_at": 1.7, "copy_ended_at": 1.8, "num_copied": 64, "copy_bytes": 100}
+    held = LookedUp(1.0, 1.1, 0, 130, ((Tier.NVME, 2),), 64)
+    return Story(1.0, req=req, held=held, waits=[("load", 1.25, 1.6)], **loads, **copies)
 
 
 def test_spans_are_in_the_requests_own_trace(exported: InMemorySpanExporter) -> None:
@@ -86,36 +66,17 @@ def test_spans_are_in_the_requests_own_trace(exported: InMemorySpanExporter) -> 
     story = loaded(req)
     tell(story, UNIX_S)
     tell(story, UNIX_S, is_over=True)
-    spans = of_tiers(exported)
+    found = [span for span in exported.get_finished_spans() if span.name.startswith("tier_")]
+    spans: dict[str, Any] = {span.name: span for span in found}
+    assert len(spans) == len(found), "each is told once"
     names = ["lookup", "wait", "load", "read", "verify", "copy"]
     assert sorted(spans) == sorted(f"tier_{name}" for name in names)
-    context = req.time_stats.trace_ctx
-    thread = context.thread_context.thread_span.get_span_context()
-    for span in spans.values():
+    thread = req.time_stats.trace_ctx.thread_context.thread_span.get_span_context()
+    for span in found:
         assert span.context.trace_id == thread.trace_id and span.parent.span_id == thread.span_id
-    times = {
-        name: (span.start_time / 1e9 - UNIX_S, span.end_time / 1e9 - UNIX_S)
-        for name, span in spans.items()
-    }
-    assert times["tier_load"] == pytest.approx((1.2, 1.6))
-    assert times["tier_read"] == pytest.approx((1.3, 1.5))
-    assert times["tier_verify"] == pytest.approx((1.39, 1.4))
+    for name, took in (("load", (1.2, 1.6)), ("read", (1.3, 1.5)), ("verify", (1.39, 1.4))):
+        span = spans[f"tier_{name}"]
+        times = (span.start_time / 1e9 - UNIX_S, span.end_time / 1e9 - UNIX_S)
+        assert times == pytest.approx(took)
     read = spans["tier_read"].attributes
-    assert read[f"{PREFIX}tier"] == "nvme" and read[f"{PREFIX}num_bytes"] == 100
-    assert read[f"{PREFIX}num_failed_pages"] == 1
-    assert spans["tier_wait"].attributes[f"{PREFIX}why"] == "load"
-
-
-def test_load_beside_a_front_is_told_later(exported: InMemorySpanExporter) -> None:
-    story = loaded(traced())
-    story.parts.append("part")
-    tell(story, UNIX_S)
-    assert "tier_load" not in of_tiers(exported)
-    tell(story, UNIX_S, is_over=True)
-    assert "tier_load" in of_tiers(exported)
-
-
-def test_untraced_request_has_no_spans(exported: InMemorySpanExporter) -> None:
-    story = loaded(Req("r", "", [1, 2], SamplingParams(max_new_tokens=1)))
-    tell(story, UNIX_S, is_over=True)
-    assert not exported.get_finished_spans()
+    assert read[f"{PREFIX}tier"] == "nvme" and read[f"{PREFIX}num_failed_pages"] == 1

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import resource
 import stat
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,19 +36,8 @@ def test_requests_are_lines_in_their_order(path: Path) -> None:
     writer.close()
     assert rids(path) == [f"r{number}" for number in range(1000)]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert json.loads(path.read_bytes().splitlines()[0]) == {
-        "v": 1,
-        "rid": "r0",
-        "arrived_unix_s": 1010.0,
-        "replica": 3,
-        "end": "stop",
-        "num_prompt_tokens": 100,
-        "num_output_tokens": 7,
-        "admitted_s": 0.5,
-        "first_token_s": 1.0,
-        "total_s": 2.5,
-        "tokens": {"num_computed": 100},
-    }
+    first = json.loads(path.read_bytes().splitlines()[0])
+    assert (first["v"], first["replica"], first["tokens"]) == (1, 3, {"num_computed": 100})
 
 
 def test_scheduler_waits_for_no_hung_disk(path: Path) -> None:
@@ -75,47 +61,6 @@ def test_scheduler_waits_for_no_hung_disk(path: Path) -> None:
     assert rids(path) == ["first", *(f"r{number}" for number in range(10))]
 
 
-def test_full_disk_leaves_no_half_line(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The kernel takes a part of what would outgrow its limit, and refuses the rest."""
-    writer = LineWriter(path, max_bytes=LARGE)
-
-    def num_told() -> int:
-        lines = path.read_bytes().count(b"\n") if path.exists() else 0
-        return writer.num_dropped + lines
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    try:
-        for number in range(20):
-            writer.put(*ended(f"r{number}"))
-            eventually(lambda number=number: num_told() == number + 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    (said,) = caplog.messages
-    assert "cannot be written" in said and "are dropped" in said
-    kept = rids(path)
-    assert kept == [f"r{number}" for number in range(len(kept))]
-    assert 0 < len(kept) < 20
-    writer.put(*ended("after"))
-    writer.close()
-    assert writer.num_dropped == 20 - len(kept), "it recovers by itself"
-    assert rids(path) == [*kept, "after"]
-
-
-def test_killed_server_loses_no_line_before(path: Path) -> None:
-    killed, writer = LineWriter(path, max_bytes=LARGE), LineWriter(path, max_bytes=LARGE)
-    killed.put(*ended("before"))  # which the kernel has, though nothing is closed
-    eventually(lambda: path.exists() and path.read_bytes().endswith(b"\n"))
-    with path.open("ab") as file:
-        file.write(b'{"v":1,"rid":"half')  # as a kill in the middle of a write leaves it
-    writer.put(*ended("next"))
-    writer.close()
-    killed.close()
-    first, half, last = path.read_bytes().splitlines()
-    assert half == b'{"v":1,"rid":"half'
-    assert [json.loads(line)["rid"] for line in (first, last)] == ["before", "next"]
-
-
 def test_two_files_are_all_there_is(path: Path) -> None:
     writer = LineWriter(path, max_bytes=2048)
     for number in range(100):
@@ -130,35 +75,15 @@ def test_two_files_are_all_there_is(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and writer.num_dropped == 0
 
 
-@pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
-def test_file_that_others_took_is_made_again(path: Path, how: str) -> None:
-    writer = LineWriter(path, max_bytes=LARGE)
-    writer.put(*ended("before"))
-    eventually(lambda: path.exists() and path.stat().st_size, "written")
-    if how == "deleted":
-        path.unlink()
-    else:
-        path.rename(path.with_name("elsewhere"))
-    if how == "replaced":
-        path.touch()
-    writer.put(*ended("after"))
-    writer.close()
-    assert rids(path) == ["after"]
-
-
-def test_file_that_became_a_link_is_not_followed(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_file_that_became_a_link_is_not_followed(path: Path) -> None:
     target = path.with_name("target")
     target.write_bytes(b"")
     path.symlink_to(target)
-    with caplog.at_level(logging.WARNING):
-        writer = LineWriter(path, max_bytes=LARGE)
-        for number in range(3):
-            writer.put(*ended(f"r{number}"))
-        writer.close()
+    writer = LineWriter(path, max_bytes=LARGE)
+    for number in range(3):
+        writer.put(*ended(f"r{number}"))
+    writer.close()
     assert target.read_bytes() == b"" and writer.num_dropped == 3
-    assert len(caplog.records) == 1
 
 
 def test_name_that_became_a_pipe_hangs_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,11 +99,3 @@ def test_name_that_became_a_pipe_hangs_nothing(path: Path, monkeypatch: pytest.M
     writer.put(*ended("r"))
     writer.close()
     assert not writer._thread.is_alive()
-
-
-def test_line_that_cannot_be_made_costs_itself(path: Path) -> None:
-    writer, odd = LineWriter(path, max_bytes=LARGE), Any
-    writer.put(ended("odd")[0], odd)
-    writer.put(*ended("next"))
-    writer.close()
-    assert rids(path) == ["next"] and writer.num_dropped == 1
