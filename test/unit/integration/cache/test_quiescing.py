@@ -13,12 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from small_cache import PAGE, TOKENS, compute, flush, keys_of, make_cache, step, store
 
 from sglang_tiered.integration import hooks
+from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.loads import PrefetchArguments
+from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 
 DEADLINE_S = 60.0
 ASKER = CacheRequestHandle("asker", 0)
@@ -83,9 +89,7 @@ def test_ranks_become_idle_together_after_reads(
     step(cache, lambda: is_idle(cache))
 
 
-def test_load_aborted_before_its_answer_keeps_ranks_busy(
-    cache: Any,
-) -> None:
+def test_load_aborted_before_its_answer_keeps_ranks_busy(cache: Any) -> None:
     """A rank whose thread is stopped sooner would leave the others in the threads' collective."""
     begin_load(cache)
     cache.release_aborted_request(ASKER)
@@ -99,9 +103,6 @@ def test_measuring_the_disk_keeps_no_rank_busy(cache: Any, disk: threading.Event
     cache.storage.transfers.probe_tier(keys_of(TOKENS))
     wait_for_disk(cache)
     assert is_idle(cache)
-
-
-# ---- Memory that is to be emptied now ----
 
 
 def prompt(number: int) -> list[int]:
@@ -135,9 +136,20 @@ def test_only_what_has_begun_is_waited_for(cache: Any, hang: threading.Event) ->
 def test_hanging_disk_refuses_to_come_to_rest(
     cache: Any, hang: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """SGLang ends a scheduler that is busy as its memory is to be released."""
     begin_backlog(cache)
+    sent: list[Any] = []
+    scheduler = SimpleNamespace(
+        tree_cache=cache,
+        _request_dispatcher=sent.append,
+        weight_updater=SimpleNamespace(offload_tags=set()),
+    )
+    send = SchedulerMessages(scheduler, Control())
     monkeypatch.setattr(quiescing, "QUIESCE_S", 0.0)
     assert not cache.quiesce()
+    send(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+    send(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+    assert not sent
     hang.set()
     step(cache, lambda: not cache.is_under_way())
     assert cache.quiesce()

@@ -79,9 +79,7 @@ def test_switched_role_keeps_every_page_of_nvme(
     assert cache.storage.region_engine.stats().num_pages_erased == 0
 
 
-def test_old_weights_kv_is_not_stored_after_attaching(
-    cache: Any,
-) -> None:
+def test_old_weights_kv_is_not_stored_after_attaching(cache: Any) -> None:
     compute(cache, TOKENS)
     settle(cache)
     assert cache.detach_storage_backend()[0]
@@ -131,9 +129,7 @@ def test_ranks_attach_tiers_and_load_together(zygotes: Zygotes, tmp_path: Path) 
         assert "on rank 1, whose log says why" in rank["refused"][1][1]
 
 
-def test_pipeline_stage_refuses_to_attach_tiers_late(
-    cache: Any,
-) -> None:
+def test_pipeline_stage_refuses_to_attach_tiers_late(cache: Any) -> None:
     assert cache.detach_storage_backend()[0]
     cache.pp_size = 2
     attached, message = attach(cache)

@@ -207,12 +207,6 @@ def insert_and_copy(small: SmallHost, letters: str) -> Any:
     return node
 
 
-def test_copies_of_device_nodes_go_latest_first(small: SmallHost) -> None:
-    old, new = insert_and_copy(small, "aaaa"), insert_and_copy(small, "bbb")
-    latest = insert_and_copy(small, "ccc")  # ten pages, where the host tier holds nine
-    assert latest.backuped and old.backuped and not new.backuped and not new.evicted
-
-
 def test_a_copy_stays_until_it_is_stored(small: SmallHost) -> None:
     old, new = insert_and_copy(small, "aaaa"), insert_and_copy(small, "bbb")
     small.core.may_give_up = lambda node_id: node_id != new.id

@@ -219,6 +219,15 @@ def test_no_more_is_under_way_than_its_share() -> None:
     loads.end()
 
 
+def test_load_that_cannot_begin_fails_alone() -> None:
+    disk = Disk()
+    disk.refused = "12"
+    first, bad, last = make_load(0, 3), make_load(10, 6), make_load(20, 3)
+    loads = Loads(disk, first, bad, last)
+    loads.end()
+    assert [loads.num_arrived(load)[-1] for load in (first, bad, last)] == [3, 2, 3]
+
+
 def test_memory_of_aborted_load_waits_for_its_reads() -> None:
     """SGLang gives the pages back as soon as it hears of the load's end."""
     disk = Disk(part_pages=1)
