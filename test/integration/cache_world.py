@@ -231,12 +231,15 @@ class CacheWorld:
             self.cache.check_hicache_events()
             time.sleep(0.0005)  # the threads that copy and load need the interpreter too
 
-    def asks(self, name: str, tokens: array[int]) -> CacheRequestHandle:
+    def asks(
+        self, name: str, tokens: array[int], key: RadixKey | None = None
+    ) -> CacheRequestHandle:
         """A request comes (or its load is asked for again), as the scheduler's
         ``_prefetch_kvcache`` has it."""
         request = CacheRequestHandle(name, 0)
         cache = self.cache
-        match = cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens[:], None)))
+        key = RadixKey(tokens[:], None) if key is None else key
+        match = cache.match_prefix(MatchPrefixParams(key=key))
         start = match.device_prefix_len + match.host_hit_length
         cache.prefetch_from_storage(
             request,
@@ -244,6 +247,7 @@ class CacheWorld:
             tokens[start:],
             cache.get_last_hash_value(match.last_host_node),
             matched_prefix_tokens=tokens[:start],
+            extra_key=key.extra_key,
         )
         return request
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -47,3 +48,31 @@ def storages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storag
     made = Storages(tmp_path, monkeypatch)
     yield made
     made.close()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Reads from NVMe wait while it is not set."""
+    yield from _held(monkeypatch, "readv", goes_on=True)
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Writes to NVMe wait until it is set."""
+    yield from _held(monkeypatch, "writev", goes_on=False)
+
+
+def _held(patch: pytest.MonkeyPatch, call: str, *, goes_on: bool) -> Iterator[threading.Event]:
+    from sglang_tiered.storage.region.device import FileDevice
+
+    event, real = threading.Event(), getattr(FileDevice, call)
+    if goes_on:
+        event.set()
+
+    def wait_and_go_on(*given: Any) -> int:
+        assert event.wait(60)
+        return int(real(*given))
+
+    patch.setattr(FileDevice, call, wait_and_go_on)
+    yield event
+    event.set()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from cache_world import cache_world
-
-from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,18 +27,3 @@ def open_world(
 @pytest.fixture
 def world(open_world: Callable[..., CacheWorld]) -> CacheWorld:
     return open_world()
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Reads wait while it is not set."""
-    disk, readv = threading.Event(), FileDevice.readv
-    disk.set()
-
-    def wait_and_read(*given: Any) -> int:
-        assert disk.wait(60)
-        return readv(*given)
-
-    monkeypatch.setattr(FileDevice, "readv", wait_and_read)
-    yield disk
-    disk.set()

@@ -1,5 +1,4 @@
-"""What running requests generate is lost, kept twice or freed twice: over SGLang's own requests,
-tree and pools, and a real store."""
+"""What running requests generate is neither lost, nor kept or freed twice."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session
 
-from sglang_tiered.integration.cache import answer_checkpoints
-from sglang_tiered.integration.cache.answer_checkpoints import checkpoint_answers
+from sglang_tiered.integration.cache.ahead.answer_checkpoints import checkpoint_answers
 
 PROMPT = array("q", range(1, 4 * PAGE + 6))
 ANSWER = array("q", range(1000, 2000))
@@ -111,23 +109,9 @@ def test_slots_that_batches_read_are_not_freed(running: Running) -> None:
     assert running.num_known() == first.kv.cache_inserted_len
 
 
-def test_requests_due_together_take_turns(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(answer_checkpoints, "MAX_IN_A_STEP", 1)
-    reqs = [running.begin(array("q", range(n, n + 999))) for n in (2000, 5000, 8000)]
-    before, found = [req.kv.cache_inserted_len for req in reqs], list[int]()
-    while len(found) < 3:
-        running.step()
-        num_kept = sum(r.kv.cache_inserted_len > old for r, old in zip(reqs, before, strict=True))
-        found += [num_kept] if num_kept else []
-    assert found == [1, 2, 3]
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_no_page_is_owned_twice_or_by_nobody(running: Running, seed: int) -> None:
-    """Equal answers beside each other, as of ``n``, some that end, abort or are retracted, on a
-    device that must evict."""
+    """Equal answers, some of which end, abort or are retracted, on a device that must evict."""
     source = random.Random(seed)
     other = ANSWER[: 3 * PAGE] + array("q", range(3000, 4000))
     live: list[Req] = []

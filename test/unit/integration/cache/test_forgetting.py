@@ -1,5 +1,4 @@
-"""Erased pages in SGLang's own tree, over a real store: no match reaches them and nothing stores
-them, until a request that began later computes them again."""
+"""No match reaches erased pages and nothing stores them, until a later request computes them."""
 
 from __future__ import annotations
 
@@ -195,13 +194,6 @@ def test_hidden_pages_are_neither_copied_nor_stored(world: CacheWorld) -> None:
     assert host.available_size() == host.logical_size
 
 
-def test_queued_store_of_a_hidden_page_is_dropped(world: CacheWorld) -> None:
-    gate, hashes = world.cache.storage.gate, hashes_of(TOKENS)
-    queued = gate.queue_store(hashes, num_tokens=len(TOKENS))
-    hide(world, hashes[3:])
-    assert gate.num_admitted(queued, hashes) == 3
-
-
 def test_nothing_hidden_is_loaded(world: CacheWorld) -> None:
     world.store(TOKENS)
     hide(world, hashes_of(TOKENS)[2:])
@@ -210,22 +202,6 @@ def test_nothing_hidden_is_loaded(world: CacheWorld) -> None:
     assert matched(world, TOKENS) == 2
     host = world.cache.cache_controller.mem_pool_host
     assert host.logical_size - host.available_size() == 2 * PAGE, "what nobody may use was loaded"
-
-
-def test_offered_node_with_a_hidden_page_stays(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint offers what NVMe lacks."""
-    cache = world.cache
-    run_and_store(world)
-    (path,) = cache.tree_core.collect_path_info([world.match(TOKENS).best_match_node])
-    hide(world, hashes_of(TOKENS)[5:])
-    erase_nvme(world, hashes_of(TOKENS))
-    begun: list[int] = []
-    monkeypatch.setattr(cache, "begin_store", lambda node_id, _: begun.append(node_id))
-    cache.tiering.store_soon(path)
-    world.until(lambda: not cache.tiering.stores.queue)
-    assert not begun
 
 
 def test_stored_end_hides_no_gap_before_it(world: CacheWorld) -> None:
@@ -264,17 +240,6 @@ def test_last_page_of_bigrams_is_hidden(open_world: Callable[..., CacheWorld]) -
     hide(world, hashes[5:])
     key = RadixKey(tokens, None)
     assert world.cache.has_hidden(key) and not world.cache.has_hidden(key[: 5 * PAGE])
-
-
-def test_emptied_tree_hides_nothing(world: CacheWorld) -> None:
-    run(world, TOKENS)
-    settle(world)
-    hide(world, hashes_of(TOKENS))
-    world.cache.reset()
-    world.allocator.clear()
-    assert not world.cache.hidden_pages
-    assert run(world, TOKENS) == 0
-    assert matched(world, TOKENS) == 6
 
 
 def test_news_after_a_purge_hide_their_pages(world: CacheWorld) -> None:

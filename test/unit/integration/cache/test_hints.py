@@ -13,12 +13,13 @@ from cache_world import PAGE, CacheWorld, hashes_of, prompt
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from kit.clock import Clock
-from sglang_tiered.integration.admin import calls
 from sglang_tiered.integration.admin.calls import Calls
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversation_calls import prefetch
 from sglang_tiered.integration.cache import hints as module
 from sglang_tiered.integration.cache import quiescing
+from sglang_tiered.integration.cache.ahead import hints as module
+from sglang_tiered.integration.cache.ahead.hints import Hints
 from sglang_tiered.integration.cache.declined_loads import DECLINED, told_end
 from sglang_tiered.integration.cache.hints import Chain, Hints, PieceOutcome
 from sglang_tiered.integration.ranks import SILENT
@@ -72,10 +73,6 @@ class HintWorld:
         for _ in range(number):
             self.cache.check_hicache_events()
 
-    def busy(self, patch: pytest.MonkeyPatch) -> None:
-        """Others leave no room for a piece."""
-        patch.setattr(self.cache.tiering.loads, "has_room_ahead", lambda _: False)
-
     def is_at_rest(self) -> bool:
         """Whether nothing of a hint is left anywhere but in its own books."""
         cache, planner = self.cache, self.cache.tiering.planner
@@ -108,39 +105,23 @@ def hold(disk: threading.Event) -> Callable[[], None]:
     return disk.set
 
 
-def test_hint_brings_a_prompt_to_host_memory(hinting: HintWorld) -> None:
-    begun = hinting.hint(LONG)
+@pytest.mark.parametrize("kind", [None, "has_window", "is_eagle"])
+def test_hint_brings_a_prompt_once(open_world: Callable[..., CacheWorld], kind: str | None) -> None:
+    """States of windows lie at some places only, so a piece is longer there; and a page of pairs
+    needs a token more than it has, or its last page is loaded for ever."""
+    world = open_world(**({kind: True} if kind else {}))
+    tokens = array("q", [*LONG, 7]) if kind == "is_eagle" else LONG
+    world.store(tokens)
+    hinting = HintWorld(world)
+    begun = hinting.hint(tokens)
     assert begun == {**DONE, "done": False, "num_in_memory": 0, "num_loading": len(LONG)}
     assert hinting.wait() == DONE
-    assert hinting.num_in_host(LONG) == len(LONG)
     assert hinting.is_at_rest()
-    assert hinting.hint(LONG) == DONE, "and again there is nothing to do"
+    assert kind == "is_eagle" or hinting.num_in_host(LONG) == len(LONG)
+    assert hinting.hint(tokens) == DONE, "and again there is nothing to do"
     stats = hinting.hints.stats()
     assert (stats.num_begun, stats.num_tokens_loaded) == (1, len(LONG))
     assert stats.ended[HintEnd.LOADED] == 1
-
-
-def test_pairs_of_tokens_are_loaded_once(open_world: Callable[..., CacheWorld]) -> None:
-    """Else the last page is loaded for ever: a page of pairs needs a token more than it has."""
-    world, tokens = open_world(is_eagle=True), array("q", [*LONG, 7])
-    world.store(tokens)
-    hinting = HintWorld(world)
-    assert not hinting.hint(tokens)["done"]
-    assert hinting.wait() == DONE
-    assert hinting.hints.stats().num_tokens_loaded == len(LONG)
-    assert hinting.hint(tokens) == DONE
-    assert hinting.hints.stats().num_begun == 1
-
-
-def test_forgotten_conversation_is_not_loaded(hinting: HintWorld, hold: Callable[[], None]) -> None:
-    hinting.begin()
-    pages = map(bytes.fromhex, hashes_of(LONG)[1:])
-    hinting.cache.hide(Erasure.of(pages, spread=False))
-    assert not hinting.hints._queue.next()
-    hold()
-    hinting.world.until(hinting.is_at_rest)
-    assert hinting.num_in_host(LONG) <= PAGE
-    assert hinting.hint(LONG)["error"] == module.FORGOTTEN
 
 
 def test_request_finds_one_piece_ahead(hinting: HintWorld, hold: Callable[[], None]) -> None:
@@ -158,63 +139,11 @@ def test_request_finds_one_piece_ahead(hinting: HintWorld, hold: Callable[[], No
     assert hinting.wait() == DONE
 
 
-def test_request_starts_without_waiting_for_a_hint(
-    hinting: HintWorld, hold: Callable[[], None]
-) -> None:
-    """``yields`` lets loads of others arrive first that are nearly there."""
-    hinting.begin()
-    cold = hinting.world.asks("cold", prompt(9, 8))
-    assert hinting.cache.check_prefetch_progress(cold)
-    hold()
-
-
-def test_same_conversation_twice_is_one_hint(hinting: HintWorld) -> None:
-    hinting.hint(LONG)
-    assert hinting.hint(LONG)["num_loading"] == len(LONG)
-    assert hinting.hints.stats().num_begun == 1
-    assert hinting.wait() == DONE
-    assert hinting.poll(1) == DONE
-
-
-def test_hint_without_room_matches_no_chain(
-    hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loads = hinting.cache.tiering.loads
-    monkeypatch.setattr(loads._window, "has_room_for_next", lambda *_: False)
-    hinting.hint(LONG)
-    monkeypatch.setattr(hinting.cache, "match_prefix", None)
-    hinting.steps(20)
-    assert not hinting.poll()["done"]
-
-
-def test_hint_that_cannot_proceed_blocks_no_other(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The device alone holds what is above its next page, say."""
-    hints = world.cache.tiering.hints
-    loader = hints._loader
-    first, second = prompts = [prompt(number, 4) for number in range(2)]
-    world.store(*prompts)
-    chains = [Chain(tokens, None, None, hashes_of(tokens)) for tokens in prompts]
-    for chain in chains:
-        assert hints.begin(chain, 0, len(chain.tokens)) is not None
-    begin, is_held_up = loader.begin, True
-
-    def begin_late(chain: Chain, *given: Any) -> PieceOutcome:
-        late = is_held_up and chain == chains[0]
-        return loader._ends(PieceOutcome.LATER) if late else begin(chain, *given)
-
-    monkeypatch.setattr(loader, "begin", begin_late)
-    world.until(lambda: world.match(second).host_hit_length == len(second))
-    is_held_up = False
-    world.until(lambda: world.match(first).host_hit_length == len(first))
-
-
 def test_busy_server_drops_a_hint_at_its_end(
     hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        hinting.busy(patch)
+        patch.setattr(hinting.cache.tiering.loads, "has_room_ahead", lambda _: False)
         hinting.hint(LONG)
         hinting.cache.check_hicache_events()
         hinting.clock.now += LIFE_S - 1
@@ -228,17 +157,6 @@ def test_busy_server_drops_a_hint_at_its_end(
     assert hinting.wait() == DONE
 
 
-def test_one_who_asks_later_is_told_once(hinting: HintWorld) -> None:
-    hinting.hint(LONG)
-    hinting.hints.end_all("gone")
-    assert hinting.hint(LONG) == {"error": "gone", "status": 503}
-    assert not hinting.hint(LONG)["done"]
-    hinting.hints.end_all("gone again")
-    hinting.clock.now += LIFE_S + 1
-    hinting.cache.check_hicache_events()
-    assert not hinting.hint(LONG)["done"], "what became of it long ago is nobody's concern"
-
-
 def test_memory_that_others_need_withdraws_a_hint(
     hinting: HintWorld, hold: Callable[[], None]
 ) -> None:
@@ -250,45 +168,6 @@ def test_memory_that_others_need_withdraws_a_hint(
     hinting.world.until(lambda: not hinting.cache.has_loads_under_way)
     assert hinting.is_at_rest()
     assert hinting.num_in_host(LONG) == 0
-
-
-def test_load_without_room_withdraws_a_hint(hinting: HintWorld, hold: Callable[[], None]) -> None:
-    loads = hinting.cache.tiering.loads
-    hinting.begin()
-    loads._window = PrefetchWindow(4 * PAGE)
-    request = hinting.world.asks("r", SHORT)
-    assert loads.planner.loads.get(request).put_off is not None
-    hinting.cache.check_hicache_events()
-    assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
-    request = hinting.world.asks("r", SHORT)
-    assert request in hinting.cache.ongoing_prefetch
-    hold()
-    hinting.world.until(lambda: hinting.cache.load_has_ended(request))
-    assert hinting.num_in_host(SHORT) == len(SHORT)
-
-
-def test_pages_evicted_before_the_end_withdraw_a_hint(
-    hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hinting.hint(LONG)
-    hinting.world.until(lambda: hinting.hints.stats().num_tokens_loaded == hinting.piece_tokens)
-    with monkeypatch.context() as patch:
-        hinting.busy(patch)
-        hinting.world.until(lambda: not hinting.cache.ongoing_prefetch)
-        monkeypatch.setattr(hinting.hints, "note_memory_is_short", lambda: None)
-        hinting.cache.evict_host(hinting.world.num_host_tokens)
-    hinting.world.until(lambda: hinting.poll().get("done", True))
-    assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
-
-
-def test_host_memory_without_pages_withdraws_a_hint(hinting: HintWorld) -> None:
-    pool = hinting.cache.cache_controller.mem_pool_host
-    taken = pool.alloc(pool.available_size())
-    hinting.hint(LONG)
-    hinting.steps(4)
-    assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
-    pool.free(taken)
-    assert hinting.is_at_rest()
 
 
 def test_hints_together_are_bounded(hinting: HintWorld) -> None:
@@ -306,45 +185,6 @@ def test_hints_together_are_bounded(hinting: HintWorld) -> None:
     assert hinting.wait()["num_in_memory"] == len(SHORT)
 
 
-def test_used_part_of_a_prompt_gives_room_back(hinting: HintWorld) -> None:
-    """Which came in part, for it is longer than all hints together may be."""
-    hinting.hints._queue.capacity = 30 * PAGE
-    assert hinting.hint(LONG)["num_loading"] == 30 * PAGE
-    assert hinting.wait()["num_in_memory"] == 30 * PAGE
-    assert hinting.hint(SHORT)["status"] == 503
-    hinting.hints.note_use(hashes_of(LONG)[29:30])
-    hinting.hint(SHORT)
-    assert hinting.wait()["num_in_memory"] == len(SHORT)
-
-
-def test_prompt_used_while_it_loads_holds_no_room(
-    hinting: HintWorld, hold: Callable[[], None]
-) -> None:
-    hinting.begin()
-    hinting.hints.note_use(hashes_of(LONG)[-1:])
-    hold()
-    assert hinting.wait() == DONE
-    assert hinting.hints._queue.num_tokens == 0
-    hinting.hints._queue.check_integrity()
-
-
-def test_piece_looks_up_no_more_than_itself(
-    hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a long prompt costs the square of its length."""
-    hinting.hint(LONG)
-    storage, looked = hinting.cache.storage, []
-    lookup = storage.lookup_spans
-
-    def look(hashes: list[str]) -> Any:
-        looked.append(len(hashes))
-        return lookup(hashes)
-
-    monkeypatch.setattr(storage, "lookup_spans", look)
-    assert hinting.wait() == DONE
-    assert looked and max(looked) * PAGE <= hinting.piece_tokens
-
-
 def test_what_does_not_pay_is_not_loaded(
     hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,28 +194,12 @@ def test_what_does_not_pay_is_not_loaded(
     assert hinting.num_in_host(LONG) == 0
 
 
-def test_damaged_page_ends_a_hint(hinting: HintWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvme = hinting.cache.storage.stack.nvme
-    for path in nvme.directory.rglob("*"):
-        if path.is_file() and path.stat().st_size > 1 << 20:
-            data = bytearray(path.read_bytes())
-            for at in range(8192, len(data), 4096):
-                data[at] ^= 0xFF
-            path.write_bytes(data)
-    hinting.hint(LONG)
-    hinting.world.until(lambda: hinting.poll().get("done", True))
-    assert hinting.num_in_host(LONG) == 0
-    assert hinting.is_at_rest()
-
-
-def why_dropped(hinting: HintWorld) -> str | None:
-    found = hinting.hints._hinted.get(hashes_of(LONG)[-1])
-    assert found is not None
-    return found.why_dropped
-
-
 def purge(hinting: HintWorld) -> None:
     hinting.hints.erase(Erasure(tenant=hinting.cache.hidden_tenants.tenant_of(None, None)))
+
+
+def forget(hinting: HintWorld) -> None:
+    hinting.cache.hide(Erasure.of(map(bytes.fromhex, hashes_of(LONG)), spread=False))
 
 
 @pytest.mark.parametrize(
@@ -383,6 +207,7 @@ def purge(hinting: HintWorld) -> None:
     [
         pytest.param(lambda hinting: hinting.cache.reset(), False, module.EMPTIED, id="flush"),
         pytest.param(purge, True, module.PURGED, id="purge"),
+        pytest.param(forget, True, module.FORGOTTEN, id="forget"),
         pytest.param(
             lambda hinting: hinting.cache.change_weights(tree_is_empty=False),
             True,
@@ -402,22 +227,9 @@ def test_what_takes_its_pages_ends_a_hint(
     if not is_held:
         hold()
     take(hinting)
-    assert why_dropped(hinting) == why
     hold()
     hinting.world.until(lambda: not hinting.cache.has_loads_under_way)
     assert hinting.poll() == {"error": why, "status": 503}
-    assert hinting.is_at_rest()
-    assert hinting.num_in_host(LONG) == 0
-
-
-def test_detached_tiers_end_a_hint(hinting: HintWorld, hold: Callable[[], None]) -> None:
-    hinting.begin()
-    hold()
-    hinting.hints.end_all(module.EMPTIED)
-    hinting.world.until(lambda: not hinting.cache.has_loads_under_way)
-    assert hinting.cache.detach_storage_backend()[0]
-    assert why_dropped(hinting) == module.EMPTIED
-    assert hinting.poll()["status"] == 503
     assert hinting.is_at_rest()
     assert hinting.num_in_host(LONG) == 0
 
@@ -430,11 +242,9 @@ def test_hint_under_way_refuses_no_flush(
     others_run: bool,
 ) -> None:
     cache = hinting.cache
+    scheduler = SimpleNamespace(_engine_paused=False, is_fully_idle=lambda **_: not others_run)
     control = Control()
-    control._cache, control._scheduler = (
-        cache,
-        SimpleNamespace(_engine_paused=False, is_fully_idle=lambda **_: not others_run),
-    )
+    control._cache, control._scheduler = cache, scheduler
     hinting.begin()
     end_all = hinting.hints.end_all
 
@@ -462,38 +272,10 @@ def test_hung_tier_holds_no_flush_up(
     assert cache.has_loads_under_way
 
 
-def test_other_tenants_purge_leaves_a_hint(hinting: HintWorld) -> None:
-    hinting.hint(LONG)
-    hinting.hints.erase(Erasure(tenant=hinting.cache.hidden_tenants.tenant_of("other", None)))
-    assert hinting.wait() == DONE
-
-
-def test_purge_elsewhere_stops_no_hint(hinting: HintWorld) -> None:
-    """It lasts for as long as the server is busy."""
-    hinting.cache.hidden_tenants.quarantine(None)
-    hinting.hint(LONG)
-    hinting.cache.hidden_tenants.quarantine(b"other")
-    assert hinting.wait() == DONE
-
-
 def test_tenants_hint_touches_no_other(hinting: HintWorld) -> None:
     hinting.hint(LONG, extra_key="acme")
     assert hinting.wait() == {**DONE, "num_in_memory": 0}
     assert hinting.num_in_host(LONG) == 0
-    assert hinting._calls.answer(hinting.cache, "prefetch", "n", {"rid": "nobody"}) == {
-        "done": True,
-        "unknown": True,
-    }
-
-
-def test_unknown_namespace_is_no_miss(hinting: HintWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(hinting.cache.storage), "knows_namespace", False)
-    assert hinting.hint(LONG)["status"] == 503
-
-
-def test_pipelines_load_nothing_ahead(hinting: HintWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hinting.cache, "tiering", None)
-    assert "pipeline parallelism" in hinting.hint(LONG)["error"]
 
 
 class OtherRank:
@@ -536,15 +318,6 @@ def test_another_ranks_clock_ends_a_hint(hinting: HintWorld, other: OtherRank) -
     assert hinting.poll()["status"] == 503
 
 
-def test_another_ranks_store_bounds_a_hint(
-    hinting: HintWorld, other: OtherRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        calls, "least_on_every_rank", lambda _, values: [values[0], min(values[1], 5 * PAGE)]
-    )
-    assert hinting.hint(LONG)["num_loading"] == 5 * PAGE
-
-
 def test_hint_overtakes_no_load_that_waits(hinting: HintWorld) -> None:
     """A request whose load waits for room is not overtaken."""
     loads = hinting.cache.tiering.loads
@@ -556,37 +329,3 @@ def test_hint_overtakes_no_load_that_waits(hinting: HintWorld) -> None:
     assert not hinting.cache.ongoing_prefetch
     loads._window.withdraw_load(put_off)
     assert hinting.wait() == DONE
-
-
-def test_models_with_windows_load_what_restores(open_world: Callable[..., CacheWorld]) -> None:
-    """Their states lie at some places only, so a piece is longer there."""
-    world = open_world(has_window=True)
-    world.store(LONG)
-    hinting = HintWorld(world)
-    hinting.hint(LONG)
-    assert hinting.wait() == DONE
-    assert hinting.num_in_host(LONG) == len(LONG)
-    assert hinting.is_at_rest()
-
-
-def test_small_host_tier_loads_below_the_device(open_world: Callable[..., CacheWorld]) -> None:
-    """The front is on the device, whose copy in host memory has given way; it is made again."""
-    world, whole = open_world(is_small=True), prompt(3, 12)
-    world.store(whole)
-    world.compute(whole[: 4 * PAGE])
-    world.until(lambda: not world.cache.ongoing_backup)
-    world.cache.evict_host(world.num_host_tokens)
-    hinting = HintWorld(world)
-    assert hinting.hint(whole)["num_in_memory"] == 4 * PAGE
-    assert hinting.wait()["num_in_memory"] == len(whole)
-    assert hinting.num_in_host(whole) == len(whole) - 4 * PAGE
-    assert hinting.is_at_rest()
-
-
-def test_small_host_tier_takes_what_fits(open_world: Callable[..., CacheWorld]) -> None:
-    world = open_world(is_small=True)
-    world.store(LONG)
-    hinting = HintWorld(world)
-    begun = hinting.hint(LONG)["num_loading"]
-    assert 0 < begun < len(LONG)
-    assert hinting.wait()["num_in_memory"] == begun == hinting.num_in_host(LONG)

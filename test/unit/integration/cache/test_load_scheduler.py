@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cache_world import PAGE, CacheWorld, hashes_of, prompt
-from page_calls import store_pages
-from sglang.srt.mem_cache.hicache_storage import PoolName
+from cache_world import PAGE, CacheWorld, prompt
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_tiered.integration.cache.declined_loads import ABSENT, DECLINED, told_end
-from sglang_tiered.integration.cache.load_scheduler import MAX_ASKS_PER_STEP, LoadScheduler
-from sglang_tiered.policy.cost_model import LoadDecision, LoadPlan, TransferCost
+from sglang_tiered.integration.cache.load_scheduler import MAX_ASKS_PER_STEP
+from sglang_tiered.policy.cost_model import LoadDecision, LoadPlan
 from sglang_tiered.policy.prefetch import PrefetchWindow
-from sglang_tiered.storage.base import Tier
-from sglang_tiered.storage.stack.tiers import Span
 
 RETURNING, SHORT, COLD = prompt(1, 16), prompt(2, 1), prompt(3, 4)
 
@@ -62,28 +58,19 @@ def put_off(world: CacheWorld, name: str) -> Any:
     return request
 
 
-def test_cold_request_waits_for_no_overfilling_load(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_put_off", [0, MAX_ASKS_PER_STEP])
+def test_cold_request_waits_for_no_load_of_others(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch, num_put_off: int
 ) -> None:
+    """Which leaves no room to others, or waits for room itself."""
     world.has_ranks(monkeypatch)
     overfill(world)
-    cold = world.asks("cold", COLD)
-    world.cache.check_hicache_events()
-    world.cache.load_has_ended(cold)
-    assert world.is_retried(cold)
-    assert world.cache.load_has_ended(world.asks("cold", COLD))
-
-
-def test_cold_request_waits_behind_no_put_off_ones(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world.has_ranks(monkeypatch)
-    overfill(world)
-    waiting = [put_off(world, f"r{number}") for number in range(MAX_ASKS_PER_STEP)]
+    waiting = [put_off(world, f"r{number}") for number in range(num_put_off)]
     cold = world.asks("cold", COLD)
     world.cache.check_hicache_events()
     assert not any(world.cache.load_has_ended(request) for request in [*waiting, cold])
     assert world.is_retried(cold)
+    assert world.cache.load_has_ended(world.asks("cold", COLD))
 
 
 @pytest.mark.parametrize("whose", ["this rank", "another rank"])
@@ -175,21 +162,6 @@ def test_request_without_its_window_waits_not_for_ever(
     assert windowed.cache._prefetch_deadline_expired(operation)
 
 
-def test_load_is_cut_only_where_windows_lie(open_world: Callable[..., CacheWorld]) -> None:
-    """Three quarters of it would hide behind the queue, but only all of it can be used."""
-    world = open_world(has_window=True)
-    cache, hashes = world.cache, hashes_of(RETURNING)
-    slots = cache.cache_controller.mem_pool_host.alloc(len(RETURNING))
-    assert all(store_pages(cache.storage, hashes, slots))
-    windows = cache.components[ComponentType.SWA]._swa_kv_pool_host.alloc(2 * PAGE)
-    store_pages(cache.storage, hashes[-2:], windows, PoolName.SWA)
-    costs = cache.tiering.planner.costs
-    load_byte_s = 2.0 / (cache.storage.page_bytes() / PAGE)  # two seconds per token
-    costs.transfers = (TransferCost((1e-6, load_byte_s)), *costs.transfers[1:])
-    world.asks("cold", prompt(3, 24))
-    assert operation_of(world).storage_hit_count == len(RETURNING)
-
-
 @pytest.fixture
 def loaded(world: CacheWorld) -> Any:
     """A request whose load has ended, and whose turn to be admitted has not come."""
@@ -228,45 +200,20 @@ def test_unadmitted_request_leaves_nothing_locked(world: CacheWorld, loaded: Any
     assert not world.cache.tiering.loads.unlock_last_loaded()
 
 
-def test_load_without_a_request_stays_evictable(world: CacheWorld) -> None:
-    warming = world.asks("warming", RETURNING)
-    world.cache.tiering.loads.drop(warming)
-    world.until(lambda: warming not in world.cache.ongoing_prefetch)
-    assert host_hit(world) == 0
-
-
-def test_last_loaded_gives_way_to_windows(windowed: CacheWorld) -> None:
-    """Else a long queue would leave none of them for new copies."""
-    request = windowed.asks("returning", RETURNING)
-    windowed.until(lambda: request not in windowed.cache.ongoing_prefetch)
-    assert host_hit(windowed) == len(RETURNING)
-    windows = windowed.cache.components[ComponentType.SWA]
+@pytest.mark.parametrize("what", ["loaded", "resident"])
+def test_what_is_kept_gives_way_to_windows(windowed: CacheWorld, what: str) -> None:
+    """Else a long queue would leave none of them for new copies; and of a load all is lost without
+    its window."""
+    cache = windowed.cache
+    if what == "loaded":
+        request = windowed.asks("returning", RETURNING)
+        windowed.until(lambda: request not in cache.ongoing_prefetch)
+    else:
+        windowed.compute(RETURNING)
+        windowed.until(lambda: not cache.ongoing_backup)
+        cache.evict(EvictParams(num_tokens=len(RETURNING)))
+        assert cache.tiering.residents.num_tokens > 0
+    windows = cache.components[ComponentType.SWA]
     free_tokens = windows._swa_kv_pool_host.available_size()
     assert windows.alloc_prefetch_staging(free_tokens + PAGE) is not None
     assert host_hit(windowed) == 0
-
-
-PROBED = hashes_of(prompt(1, 10))
-
-
-@pytest.mark.parametrize(
-    ("wants_probe", "num_planned", "probed"),
-    [
-        (True, 10, []),
-        (True, 6, [(PROBED[6:], Tier.OBJECT)]),
-        (True, 8, [(PROBED[8:], Tier.OBJECT)]),
-        (True, 2, [(PROBED[2:6], Tier.NVME)]),
-        (True, 0, [(PROBED[:6], Tier.NVME)]),
-        pytest.param(False, 0, [], id="just measured"),
-    ],
-)
-def test_declined_tier_is_probed_with_declined_pages(
-    wants_probe: bool, num_planned: int, probed: list[tuple[list[str], Tier]]
-) -> None:
-    calls: list[tuple[list[str], Tier]] = []
-    transfers = SimpleNamespace(probe_tier=lambda hashes, tier: calls.append((hashes, tier)))
-    loads: Any = SimpleNamespace(planner=SimpleNamespace(wants_probe=lambda tier: wants_probe))
-    storage: Any = SimpleNamespace(transfers=transfers)
-    spans = [Span(Tier.NVME, 6), Span(Tier.OBJECT, 4)]
-    LoadScheduler._probe_declined(loads, storage, PROBED, spans, num_planned)
-    assert calls == probed

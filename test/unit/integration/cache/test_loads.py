@@ -9,56 +9,6 @@ from kit.clock import Clock
 from sglang_tiered.integration.cache.loads import Loads, State
 
 
-def test_wait_for_a_load_begins_with_the_turn() -> None:
-    clock = Clock(100.0)
-    loads: Loads[str] = Loads(clock)
-    loads.arrives("r")
-    loads.get("r").num_loaded = 64
-    clock.now += 4.0  # behind others
-    loads.held_up(loads.get("r"))
-    clock.now += 0.5
-    loads.held_up(loads.get("r"))
-    loads.arrives("r")  # its load is attempted again
-    clock.now += 0.5
-    loads.admitted(loads.get("r"))
-    stats = loads.wait_stats()
-    assert (stats.requests.count, stats.requests.sum_s) == (1, 5.0)
-    assert (stats.loads.count, stats.loads.sum_s) == (1, 1.0)
-
-
-def test_load_that_kept_nobody_counts_as_none() -> None:
-    clock = Clock()
-    loads: Loads[str] = Loads(clock)
-    for request in ("loads", "cold"):
-        loads.arrives(request)
-    loads.get("loads").num_loaded = 64
-    loads.held_up(loads.get("cold"))  # until all ranks had agreed that nothing is loaded
-    clock.now += 2.0
-    for request in ("loads", "cold", "unknown"):
-        loads.admitted(loads.get(request))
-    stats = loads.wait_stats()
-    assert (stats.requests.count, stats.requests.sum_s) == (2, 4.0)
-    assert (stats.loads.count, stats.loads.sum_s) == (1, 0.0)
-
-
-def test_aborted_request_leaves_no_wait() -> None:
-    loads: Loads[str] = Loads(Clock())
-    loads.arrives("aborted")
-    loads.get("aborted").num_loaded = 64
-    loads.drop("aborted")
-    loads.admitted(loads.get("aborted"))
-    assert loads.wait_stats().requests.count == loads.wait_stats().loads.count == 0
-
-
-def test_nothing_is_remembered_of_an_unknown_request() -> None:
-    loads: Loads[str] = Loads(Clock())
-    loads.get("r").num_attempts = 2
-    loads.held_up(loads.get("r"))
-    loads.move("r", State.LOADING)
-    loads.drop("r")
-    assert not loads and not loads.in_state(*State) and loads.get("r").num_attempts == 0
-
-
 @given(
     st.lists(
         st.tuples(

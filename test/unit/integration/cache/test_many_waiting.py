@@ -7,14 +7,11 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from cache_world import PAGE, CacheWorld, prompt
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
-from sglang_tiered.integration import hooks
 from sglang_tiered.integration.cache.load_scheduler import GIVES_WAY_STEPS, MAX_LOOKS_PER_STEP
-from sglang_tiered.integration.cache.loads import State
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 NUM_LOADS = 3 * MAX_LOOKS_PER_STEP
@@ -60,29 +57,6 @@ def put_off_of(world: CacheWorld, request: CacheRequestHandle) -> Any:
     return world.cache.tiering.planner.loads.get(request).put_off
 
 
-def asking(handle: CacheRequestHandle, **more: Any) -> Any:
-    """What the hooks look at of SGLang's request."""
-    return SimpleNamespace(
-        rid=handle.rid,
-        cache_request_handle=handle,
-        storage_prefetch_retry_attempts=0,
-        already_computed=0,
-        **more,
-    )
-
-
-def scheduler_of(world: CacheWorld, *, enable_priority_scheduling: bool = False) -> Any:
-    """Of a server that computes no prefix from both ends."""
-    config = world.cache.config
-    nvme = msgspec.structs.replace(config.nvme, both_ends=False)
-    world.cache.config = msgspec.structs.replace(config, nvme=nvme)
-    return SimpleNamespace(
-        tree_cache=world.cache,
-        enable_priority_scheduling=enable_priority_scheduling,
-        policy=SimpleNamespace(priority_sign=-1),
-    )
-
-
 def ask_all(world: CacheWorld) -> list[Any]:
     requests = [ask(world, f"r{number}", number) for number in range(NUM_LOADS)]
     assert len(world.cache.ongoing_prefetch) == NUM_LOADS
@@ -112,8 +86,7 @@ def test_step_looks_at_few_loads_and_misses_none(
 def test_all_ranks_look_at_the_same_loads(
     world: CacheWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has arrived differs between ranks, and a question is a reduction that all take part in:
-    with the disk of one rank open, it looks at no others."""
+    """What has arrived differs between ranks, and a question is a reduction of all of them."""
     requests = ask_all(world)
     loads = world.cache.tiering.loads
     loads.step()
@@ -125,43 +98,8 @@ def test_all_ranks_look_at_the_same_loads(
     assert [loads.rests(loads.planner.loads.get(each)) for each in requests] == before
 
 
-def test_late_load_behind_others_is_given_up(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last of many in the queue computes, though those before it wait on."""
-    requests = ask_all(world)
-    last = requests[-1]
-    planner = world.cache.tiering.planner
-    monkeypatch.setattr(planner, "should_wait", lambda request, **_: request != last)
-    for _ in range(NUM_LOADS):
-        world.cache.check_hicache_events()
-        ended = [each for each in requests if world.cache.load_has_ended(each)]
-        if ended:
-            break
-    assert ended == [last]
-
-
-def test_ended_load_starts_in_the_next_step(world: CacheWorld, disk: threading.Event) -> None:
-    requests = ask_all(world)
-    disk.set()
-    world.until(lambda: not world.cache.ongoing_prefetch)
-    assert all(world.cache.check_prefetch_progress(request) for request in requests)
-
-
-def test_aborted_load_gives_its_room_back(world: CacheWorld, disk: threading.Event) -> None:
-    requests = ask_all(world)
-    loads = world.cache.tiering.loads
-    assert loads.num_tokens() == NUM_LOADS * PAGE
-    for request in requests:
-        world.cache.release_aborted_request(request)
-    disk.set()
-    world.until(lambda: not world.cache.has_loads_under_way and loads.num_tokens() == 0)
-    assert not any(loads.rests(loads.planner.loads.get(each)) for each in requests)
-
-
 def test_memory_that_is_read_into_is_not_free(world: CacheWorld, disk: threading.Event) -> None:
-    """Aborted in the queue: reads of several loads are under way, and no other may get their host
-    pages before these reads have ended."""
+    """Aborted in the queue: no other load may get host pages before their reads have ended."""
     host = world.cache.cache_controller.mem_pool_host
     before = host.available_size()
     requests = ask_all(world)
@@ -207,8 +145,7 @@ def pass_of(world: CacheWorld, *requests: Any) -> list[Any]:
 def test_wait_ends_when_computing_would(
     world: CacheWorld, monkeypatch: pytest.MonkeyPatch, *, waits_for_room: bool
 ) -> None:
-    """The load before it hangs, and that after it would still gain by its turn; or the disk always
-    seems to be nearly there."""
+    """The load before it hangs; or the disk always seems to be nearly there."""
     now = [0.0]
     monkeypatch.setattr(world.cache.tiering.planner.loads, "_clock", lambda: now[0])
     if waits_for_room:
@@ -222,8 +159,7 @@ def test_wait_ends_when_computing_would(
 
 
 def test_no_small_load_behind_passes_a_large_one(world: CacheWorld, disk: threading.Event) -> None:
-    """Or it would find no room for as long as small ones come; nor where all of their requests
-    could start but for their loads."""
+    """Or it would find no room for as long as small ones come."""
     allow(world, 3)
     large = store_large(world, disk, 3)
     first = ask(world, "first", 0)
@@ -260,149 +196,11 @@ def test_loads_that_nobody_can_admit_give_way(world: CacheWorld, disk: threading
     assert world.match(tokens).host_hit_length == PAGE
 
 
-def test_load_that_brings_more_gives_no_room_up(world: CacheWorld, disk: threading.Event) -> None:
-    """Its match had shrunk: a part came, and SGLang asked for what it lacked besides."""
-    large = store_large(world, disk, 2)
-    allow(world, 2)
-    stuck = landed(world, disk, "stuck", large[:PAGE])
-    world.asks("stuck", large)
-    assert stuck in world.cache.ongoing_prefetch
-    waiting = ask(world, "waiting", 2)
-    for _ in range(2 * GIVES_WAY_STEPS):
-        assert not pass_of(world, waiting)
-    assert put_off_of(world, stuck) is None
-    assert world.cache.tiering.loads.num_tokens() == 2 * PAGE
-
-
-def test_declined_load_that_gave_way_is_planned_again(
-    world: CacheWorld, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A part of it had come, and the rest was sooner computed for a moment."""
-    loads, planner = world.cache.tiering.loads, world.cache.tiering.planner
-    large = store_large(world, disk, 2)
-    allow(world, 2)
-    stuck = landed(world, disk, "stuck", large[:PAGE])
-    ask(world, "loading", 1)
-    waiting = ask(world, "waiting", 2)
-    monkeypatch.setattr(planner, "end_by_now", lambda *_, **__: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(planner.costs, "load_seconds", lambda *_: 1e9)
-        world.asks("stuck", large)
-    assert planner.loads.get(stuck).state is State.DECLINED and stuck in loads._locks
-    for _ in range(2 * GIVES_WAY_STEPS):
-        assert not pass_of(world, waiting)
-    assert stuck not in loads._locks and world.is_retried(waiting)
-    assert planner.loads.get(stuck).state is State.DECLINED
-
-
-def test_request_that_yields_keeps_its_load(
-    world: CacheWorld, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It lets a load that is nearly there arrive first, and many short steps pass meanwhile."""
-    planner = world.cache.tiering.planner
-    allow(world, 2)
-    monkeypatch.setattr(planner, "_clock", lambda: 0.0)
-    monkeypatch.setattr(planner, "left_s", lambda _: 0.0)
-    yielding = landed(world, disk, "yielding", prompt(0, 1))
-    ask(world, "nearly", 1)
-    waiting = ask(world, "waiting", 2)
-    for _ in range(2 * GIVES_WAY_STEPS):
-        assert not pass_of(world, waiting)
-        assert not world.cache.check_prefetch_progress(yielding)
-    assert put_off_of(world, yielding) is None
-    assert world.cache.pop_prefetch_loaded_span(yielding)[0] == PAGE
-
-
-def test_burst_of_returns_is_loaded(world: CacheWorld, disk: threading.Event) -> None:
-    """Put off again and again, it takes none of the attempts that SGLang has for itself."""
-    cache = world.cache
-    allow(world, 2)
-    disk.set()
-    scheduler = scheduler_of(world)
-    reqs = [
-        asking(CacheRequestHandle(f"r{number}", 0), number=number) for number in range(NUM_LOADS)
-    ]
-
-    def prefetch(req: Any) -> None:
-        hooks.Hooks(on_cpu=True).before_prefetch(scheduler, req)
-        world.asks(req.rid, prompt(req.number, 1))
-
-    for req in reqs:
-        prefetch(req)
-    waiting, num_loaded = list(reqs), 0
-
-    def is_done() -> bool:
-        nonlocal num_loaded
-        for req, _ in cache.storage_prefetch_retries.pop_ready(waiting, 1, 8):
-            req.storage_prefetch_retry_attempts += 1
-            prefetch(req)
-        for req in list(waiting):
-            if cache.check_prefetch_progress(req.cache_request_handle):
-                num_loaded += cache.pop_prefetch_loaded_span(req.cache_request_handle)[0] > 0
-                cache.finish_storage_prefetch_admission(req.cache_request_handle, PAGE, None)
-                waiting.remove(req)
-        return not waiting
-
-    world.until(is_done)
-    assert num_loaded == NUM_LOADS
-    assert not any(req.storage_prefetch_retry_attempts for req in reqs)
-
-
 def test_load_with_no_attempt_left_waits_for_none(world: CacheWorld) -> None:
     """SGLang attempts it no more, so its turn would never come."""
     allow(world, 1)
     ask(world, "first", 0)
-    req = asking(CacheRequestHandle("spent", 0))
-    req.storage_prefetch_retry_attempts = 8
-    scheduler = scheduler_of(world)
-    hooks.Hooks(on_cpu=True).before_prefetch(scheduler, req)
+    spent = CacheRequestHandle("spent", 0)
+    req: Any = SimpleNamespace(cache_request_handle=spent, storage_prefetch_retry_attempts=8)
+    world.cache.tiering.loads.comes(req, 8)
     assert world.cache.load_has_ended(ask(world, "spent", 1))
-
-
-def test_request_elsewhere_holds_no_other_up(world: CacheWorld, disk: threading.Event) -> None:
-    """It was put off, and now waits for a decode server, where SGLang attempts nothing."""
-    allow(world, 3)
-    large = store_large(world, disk, 3)
-    first = ask(world, "first", 0)
-    world.asks("elsewhere", large)
-    behind = ask(world, "behind", 1)
-    disk.set()
-    admit(world, first)
-    world.until(lambda: world.is_retried(behind))
-
-
-def test_loads_take_turns_by_priority(world: CacheWorld, disk: threading.Event) -> None:
-    allow(world, 1)
-    first = ask(world, "first", 0)
-    requests = []
-    scheduler = scheduler_of(world, enable_priority_scheduling=True)
-    for number, priority in enumerate([1, 5, 3], start=1):
-        handle = CacheRequestHandle(f"r{priority}", 0)
-        hooks.Hooks(on_cpu=True).before_prefetch(scheduler, asking(handle, priority=priority))
-        requests.append(ask(world, handle.rid, number))
-    disk.set()
-    admit(world, first)
-    world.cache.check_hicache_events()
-    assert [world.is_retried(request) for request in requests] == [False, True, False]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_declined_load_is_asked_for_once_it_gains(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch, num_ranks: int
-) -> None:
-    if num_ranks > 1:
-        world.has_ranks(monkeypatch)
-    planner = world.cache.tiering.planner
-    with monkeypatch.context() as patch:
-        patch.setattr(planner.costs, "load_seconds", lambda *_: 1e9)
-        request = ask(world, "r", 0)
-        for _ in range(num_ranks - 1):
-            world.cache.check_hicache_events()
-            ask(world, "r", 0)
-        world.cache.storage_prefetch_retries.clear()
-        assert world.cache.load_has_ended(request), "it waits for a load that was declined"
-        world.cache.check_hicache_events()
-        assert not world.is_retried(request) and not world.cache.ongoing_prefetch
-    world.until(lambda: world.is_retried(request))
-    ask(world, "r", 0)
-    assert request in world.cache.ongoing_prefetch

@@ -15,10 +15,7 @@ import pytest
 import torch
 from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
-    ReleaseMemoryOccupationReqOutput,
     ResumeMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqOutput,
-    UpdateWeightFromDiskReqInput,
 )
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from small_cache import PAGE, TOKENS, compute, flush, keys_of, make_cache, step, store
@@ -33,24 +30,6 @@ DEADLINE_S = 60.0
 ASKER = CacheRequestHandle("asker", 0)
 
 
-class Disk:
-    """Calls of the storage wait until they may go on."""
-
-    def __init__(self, cache: Any, name: str) -> None:
-        self.entered, self._goes_on = threading.Event(), threading.Event()
-        call: Callable[..., Any] = getattr(cache.storage, name)
-
-        def held(*arguments: Any, **named: Any) -> Any:
-            self.entered.set()
-            assert self._goes_on.wait(DEADLINE_S)
-            return call(*arguments, **named)
-
-        setattr(cache.storage, name, held)
-
-    def goes_on(self) -> None:
-        self._goes_on.set()
-
-
 def is_idle(cache: Any) -> bool:
     """Of a scheduler that SGLang takes for idle."""
     return hooks._after_is_fully_idle(True, SimpleNamespace(tree_cache=cache))
@@ -62,33 +41,40 @@ def begin_load(cache: Any) -> None:
     assert ASKER in cache.ongoing_prefetch
 
 
+def wait_for_disk(cache: Any) -> None:
+    """Until it has something to do."""
+    step(cache, lambda: cache.storage.region_engine.stats().num_inflight_jobs > 0)
+
+
 @pytest.fixture
-def reading(cache: Any) -> Disk:
+def reading(cache: Any, disk: threading.Event) -> threading.Event:
     """A load is being read."""
     store(cache, TOKENS)
     flush(cache)
-    disk = Disk(cache, "begin_load")
+    disk.clear()
     begin_load(cache)
-    step(cache, disk.entered.is_set)
+    wait_for_disk(cache)
     return disk
 
 
-def test_aborted_load_keeps_the_scheduler_busy_until_read(cache: Any, reading: Disk) -> None:
+def test_aborted_load_keeps_the_scheduler_busy_until_read(
+    cache: Any, reading: threading.Event
+) -> None:
     """SGLang's threads do not stop while they read, and a flush then ends the scheduler."""
     cache.release_aborted_request(ASKER)
     assert not cache.ongoing_prefetch
     assert not is_idle(cache)
-    reading.goes_on()
+    reading.set()
     step(cache, lambda: is_idle(cache))
     flush(cache)
 
 
 def test_ranks_become_idle_together_after_reads(
-    cache: Any, reading: Disk, monkeypatch: pytest.MonkeyPatch
+    cache: Any, reading: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A purge would empty the tree of one rank only, and the next collective would hang."""
     cache.release_aborted_request(ASKER)
-    reading.goes_on()
+    reading.set()
     others_are_reading = True
 
     def other_rank(data: Any, op: Any) -> None:
@@ -103,9 +89,7 @@ def test_ranks_become_idle_together_after_reads(
     step(cache, lambda: is_idle(cache))
 
 
-def test_load_aborted_before_its_answer_keeps_ranks_busy(
-    cache: Any,
-) -> None:
+def test_load_aborted_before_its_answer_keeps_ranks_busy(cache: Any) -> None:
     """A rank whose thread is stopped sooner would leave the others in the threads' collective."""
     begin_load(cache)
     cache.release_aborted_request(ASKER)
@@ -113,187 +97,77 @@ def test_load_aborted_before_its_answer_keeps_ranks_busy(
     step(cache, lambda: is_idle(cache))
 
 
-def test_measuring_the_disk_keeps_no_rank_busy(cache: Any) -> None:
+def test_measuring_the_disk_keeps_no_rank_busy(cache: Any, disk: threading.Event) -> None:
     store(cache, TOKENS)
-    entered, goes_on = threading.Event(), threading.Event()
-    engine = cache.storage.region_engine
-    submit = engine.submit_load
-
-    def held(run: Any) -> Any:
-        job = submit(run)
-        wait = job.wait
-
-        def wait_longer(timeout_s: float | None = None) -> bool:
-            entered.set()
-            return goes_on.wait(DEADLINE_S) and wait(timeout_s)
-
-        job.wait = wait_longer
-        return job
-
-    engine.submit_load = held
+    disk.clear()
     cache.storage.transfers.probe_tier(keys_of(TOKENS))
-    try:
-        assert entered.wait(DEADLINE_S)
-        assert is_idle(cache)
-    finally:
-        goes_on.set()
-
-
-# ---- Memory that is to be emptied now ----
-
-
-def ends_with_the_gate(cache: Any, disk: Disk) -> None:
-    """The disk answers as soon as no more stores are let in."""
-    drop = cache.storage.drop_stores
-
-    def drop_and_go_on(dropping: bool) -> None:
-        drop(dropping)
-        disk.goes_on()
-
-    cache.storage.drop_stores = drop_and_go_on
+    wait_for_disk(cache)
+    assert is_idle(cache)
 
 
 def prompt(number: int) -> list[int]:
     return list(range(1000 * number, 1000 * number + 2 * PAGE))
 
 
-def begin_backlog(cache: Any) -> Disk:
+def begin_backlog(cache: Any) -> None:
     """The first of four prompts is being stored, the others wait for it."""
-    disk = Disk(cache, "begin_store")
     for number in range(1, 5):
         compute(cache, prompt(number))
         step(cache, lambda: not cache.ongoing_write_through)
-    step(cache, disk.entered.is_set)
-    assert cache.ongoing_backup
-    return disk
+    step(cache, lambda: bool(cache.ongoing_backup))
 
 
-class Server:
-    """SGLang's scheduler, which ends if something is under way as its memory is to be emptied."""
-
-    def __init__(self, cache: Any) -> None:
-        self.tree_cache = cache
-        self.calls: list[str] = []
-        self._engine_paused = False
-        self.weight_updater = SimpleNamespace(
-            _session=None,
-            memory_saver_adapter=SimpleNamespace(enabled=False),
-            offload_tags=set(),
-        )
-        self.waiting_queue: list[Any] = []
-        self.disaggregation_mode = SimpleNamespace(value="null")
-        self.grammar_manager = SimpleNamespace(grammar_queue=[])
-        self.refuses_flushes = False
-        self._request_dispatcher: Any = self.dispatch
-        self.control = Control()
-        self.control._scheduler, self.control._cache = self, self.tree_cache
-        self.send = SchedulerMessages(self, self.control)
-
-    def is_fully_idle(self, ignore_waiting: bool = False) -> bool:
-        cache = self.tree_cache
-        at_work = (cache.ongoing_backup, cache.ongoing_write_through, cache.ongoing_prefetch)
-        return hooks._after_is_fully_idle(not any(at_work), self, ignore_waiting=ignore_waiting)
-
-    def flush_cache(self, *, empty_cache: bool = True) -> bool:
-        if self.refuses_flushes:
-            return False
-        flush(self.tree_cache)
-        self.control.memory_was_flushed()
-        return True
-
-    def dispatch(self, message: Any) -> Any:
-        tags = self.weight_updater.offload_tags
-        if isinstance(message, ReleaseMemoryOccupationReqInput):
-            assert self.is_fully_idle(), "the scheduler has ended"
-            self.calls.append("released")
-            tags.update(message.tags)
-            flush(self.tree_cache)
-            return ReleaseMemoryOccupationReqOutput()
-        if isinstance(message, ResumeMemoryOccupationReqInput):
-            for tag in message.tags:
-                tags.remove(tag)
-            self.calls.append("resumed")
-            return ResumeMemoryOccupationReqOutput()
-        assert isinstance(message, UpdateWeightFromDiskReqInput)
-        self.calls.append("idle" if self.is_fully_idle() else "busy")
-        return SimpleNamespace(success=self.flush_cache())
+def goes_on_with_the_gate(cache: Any, goes_on: threading.Event) -> None:
+    """The disk answers as soon as no more stores are let in."""
+    drop = cache.storage.drop_stores
+    cache.storage.drop_stores = lambda dropping: (drop(dropping), goes_on.set())
 
 
-@pytest.fixture
-def server(cache: Any) -> Server:
-    return Server(cache)
-
-
-RELEASE = ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
-RESUME = ResumeMemoryOccupationReqInput(tags=["kv_cache"])
-UPDATE = UpdateWeightFromDiskReqInput(model_path="new", flush_cache=True)
-
-
-def test_memory_is_released_while_stores_are_under_way(
-    cache: Any,
-    server: Server,
-) -> None:
-    disk = begin_backlog(cache)
-    ends_with_the_gate(cache, disk)
-    server.send(RELEASE)
-    server.send(RESUME)
-    assert server.calls == ["released", "resumed"]
+def test_only_what_has_begun_is_waited_for(cache: Any, hang: threading.Event) -> None:
+    begin_backlog(cache)
+    goes_on_with_the_gate(cache, hang)
+    assert cache.quiesce()
+    assert is_idle(cache) and not cache.is_under_way()
+    flush(cache)
     assert cache.storage.num_kept(keys_of(prompt(4))) == 0, "the backlog was waited for"
     store(cache, prompt(4))
 
 
-def test_hanging_disk_refuses_a_release_of_memory(
-    cache: Any, server: Server, monkeypatch: pytest.MonkeyPatch
+def test_hanging_disk_refuses_to_come_to_rest(
+    cache: Any, hang: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = begin_backlog(cache)
+    """SGLang ends a scheduler that is busy as its memory is to be released."""
+    begin_backlog(cache)
+    sent: list[Any] = []
+    scheduler = SimpleNamespace(
+        tree_cache=cache,
+        _request_dispatcher=sent.append,
+        weight_updater=SimpleNamespace(offload_tags=set()),
+    )
+    send = SchedulerMessages(scheduler, Control())
     monkeypatch.setattr(quiescing, "QUIESCE_S", 0.0)
-    server.send(RELEASE)
-    server.send(RESUME)
-    assert server.calls == []
-    disk.goes_on()
-    step(cache, server.is_fully_idle)
-    server.send(RELEASE)
-    assert server.calls == ["released"]
+    assert not cache.quiesce()
+    send(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+    send(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+    assert not sent
+    hang.set()
+    step(cache, lambda: not cache.is_under_way())
+    assert cache.quiesce()
+    flush(cache)
     store(cache, prompt(4))
 
 
-def test_load_under_way_is_aborted_for_a_release(cache: Any, server: Server, reading: Disk) -> None:
-    ends_with_the_gate(cache, reading)
-    server.send(RELEASE)
-    assert server.calls == ["released"]
+def test_load_under_way_is_aborted_for_rest(cache: Any, reading: threading.Event) -> None:
+    goes_on_with_the_gate(cache, reading)
+    assert cache.quiesce()
+    assert not cache.ongoing_prefetch and is_idle(cache)
+    flush(cache)
     store(cache, prompt(1))
 
 
-def test_weight_update_leaves_no_old_kv_under_way(cache: Any, server: Server) -> None:
-    disk = begin_backlog(cache)
-    ends_with_the_gate(cache, disk)
-    server.send(UPDATE)
-    assert server.calls == ["idle"]
-    assert not cache.hidden_tenants
-    store(cache, prompt(4))
-
-
-def test_old_kv_after_a_refused_flush_matches_nothing(
-    cache: Any, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = begin_backlog(cache)
-    monkeypatch.setattr(quiescing, "QUIESCE_S", 0.0)
-    server.refuses_flushes = True
-    server.send(UPDATE)
-    assert server.calls == ["busy"]
-    assert cache.hidden_tenants.key_of(None, None) is not None
-    disk.goes_on()
-    step(cache, server.is_fully_idle)
-    server.refuses_flushes = False
-    server.control.after_idle()
-    assert not cache.hidden_tenants
-    store(cache, prompt(4))
-
-
-def test_stores_end_while_generation_is_paused(
-    cache: Any,
-) -> None:
-    begin_backlog(cache).goes_on()
+def test_stores_end_while_generation_is_paused(cache: Any, hang: threading.Event) -> None:
+    begin_backlog(cache)
+    hang.set()
     paused = SimpleNamespace(tree_cache=cache)
     deadline = time.monotonic() + DEADLINE_S
     while cache.ongoing_backup:
@@ -302,14 +176,16 @@ def test_stores_end_while_generation_is_paused(
 
 
 def test_ranks_come_to_rest_in_the_same_step(
-    cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: threading.Event
 ) -> None:
     with ExitStack() as held:
         other = make_cache(str(tmp_path / "other"), held)
-        caches = (cache, other)
-        disks = [begin_backlog(each) for each in caches]
-        disks[0].goes_on()  # long before the other
-        ends_with_the_gate(other, disks[1])
+        goes_on, begin = threading.Event(), other.storage.begin_store
+        other.storage.begin_store = lambda *given: goes_on.wait(DEADLINE_S) and begin(*given)
+        for each in (cache, other):
+            begin_backlog(each)
+        hang.set()  # of the first, long before the other
+        goes_on_with_the_gate(other, goes_on)
         barrier = threading.Barrier(2, timeout=DEADLINE_S)
         sent: list[Any] = [None, None]
 
@@ -324,9 +200,9 @@ def test_ranks_come_to_rest_in_the_same_step(
             return reduce
 
         with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
-            for rank, each in enumerate(caches):
+            for rank, each in enumerate((cache, other)):
                 patch.setattr(each, "_all_reduce_attn_groups", reduce_as(rank))
-            ended = [pool.submit(each.quiesce) for each in caches]
+            ended = [pool.submit(each.quiesce) for each in (cache, other)]
             assert [each.result(DEADLINE_S) for each in ended] == [True, True]
         assert barrier.n_waiting == 0
         other.release_host_resources()

@@ -13,11 +13,6 @@ from page_calls import load_pages
 from platform_process import environment, run
 from prometheus_client import CollectorRegistry
 from sglang.srt.disaggregation.role_switch import _release_prefix_cache_for_role_switch
-from sglang.srt.managers.io_struct import (
-    BeginWeightUpdateReqInput,
-    EndWeightUpdateReqInput,
-    UpdateWeightsFromTensorReqInput,
-)
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from small_cache import (
     PAGE,
@@ -33,12 +28,7 @@ from small_cache import (
 )
 from zygote import Zygotes
 
-from kit.waiting import eventually
-from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.observe.exporter import MetricsExporter
-from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
-from sglang_tiered.integration.scheduler_messages import SchedulerMessages
-from sglang_tiered.storage.base import Tier
 
 DEADLINE_S = 240.0
 
@@ -69,8 +59,7 @@ def load(cache: Any, tokens: list[int]) -> list[bool]:
 def test_switched_role_keeps_every_page_of_nvme(
     cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By SGLang's own function, which clears the storage and resets the tree: what still waits for
-    its store would be lost."""
+    """What still waits for its store when SGLang resets the tree would be lost."""
     with monkeypatch.context() as slow:
         slow.setattr(cache.tiering.stores, "_begin", lambda _: None)
         compute(cache, TOKENS)
@@ -90,40 +79,7 @@ def test_switched_role_keeps_every_page_of_nvme(
     assert cache.storage.region_engine.stats().num_pages_erased == 0
 
 
-def test_storage_attached_again_teaches_what_loads_take(cache: Any) -> None:
-    store(cache, TOKENS)
-    attach_again(cache)
-    meter = cache.tiering.planner.timings[Tier.NVME]
-    cache.tiering.planner.learn()
-    before, busy_s = cache.process_stats().reads.durations.count, meter.busy_s
-    assert load(cache, TOKENS) == [True] * 4
-
-    def learns() -> bool:
-        cache.tiering.planner.learn()
-        return bool(meter.busy_s > busy_s)
-
-    eventually(learns)  # with the probe that reads beside it
-    assert cache.process_stats().reads.durations.count > before
-
-
-def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:
-    store(cache, TOKENS)
-    read: list[Any] = []
-    cache._observer.exporter = SimpleNamespace(
-        export=lambda: None, read_from=read.append, tiers_are_gone=lambda _: None
-    )
-    params = SimpleNamespace(page_size=PAGE, dynamo_kv_event_format=False, kv_event_lora_names=None)
-    cache._observer.events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
-    attach_again(cache)
-    assert read == [cache.process_stats]
-    ((_, _, holds),) = cache._observer.events._tiers
-    keys = [bytes.fromhex(text) for text in keys_of(TOKENS)]
-    assert holds(keys) == [True] * 4, "the storage that was closed is asked"
-
-
-def test_old_weights_kv_is_not_stored_after_attaching(
-    cache: Any,
-) -> None:
+def test_old_weights_kv_is_not_stored_after_attaching(cache: Any) -> None:
     compute(cache, TOKENS)
     settle(cache)
     assert cache.detach_storage_backend()[0]
@@ -155,9 +111,7 @@ def test_failed_attach_can_be_repeated_later(cache: Any, tmp_path: Path) -> None
 
 
 def test_ranks_attach_tiers_and_load_together(zygotes: Zygotes, tmp_path: Path) -> None:
-    """Else the ranks' next exchange, longer with the tiers, ends the server; those of another DP
-    rank would wait for nobody when they are attached again; and a load that one rank begins waits
-    for the others for ever."""
+    """Else their next exchange, longer with the tiers, ends the server, or loads wait for ever."""
     more = environment()
     said = run(zygotes, "attaching_rank.py", str(tmp_path), timeout_s=DEADLINE_S, **more)
     ranks = said["ranks"]
@@ -175,43 +129,12 @@ def test_ranks_attach_tiers_and_load_together(zygotes: Zygotes, tmp_path: Path) 
         assert "on rank 1, whose log says why" in rank["refused"][1][1]
 
 
-def test_pipeline_stage_refuses_to_attach_tiers_late(
-    cache: Any,
-) -> None:
+def test_pipeline_stage_refuses_to_attach_tiers_late(cache: Any) -> None:
     assert cache.detach_storage_backend()[0]
     cache.pp_size = 2
     attached, message = attach(cache)
     assert not attached and "at the start only" in message
     assert cache.storage is None
-
-
-def test_nvme_takes_pages_after_a_session_of_updates(cache: Any) -> None:
-    updater = SimpleNamespace(_session=None)
-
-    def dispatch(message: Any) -> Any:
-        updater._session = None if isinstance(message, EndWeightUpdateReqInput) else message
-        return SimpleNamespace(success=True)
-
-    scheduler = SimpleNamespace(
-        tree_cache=cache,
-        weight_updater=updater,
-        _engine_paused=False,
-        is_fully_idle=lambda ignore_waiting: True,
-        _request_dispatcher=dispatch,
-    )
-    send = SchedulerMessages(scheduler, Control())
-    store(cache, TOKENS)
-    send(BeginWeightUpdateReqInput())
-    assert cache.storage.num_kept(keys_of(TOKENS)) == 0, "KV of the weights before is found"
-    compute(cache, LONGER)
-    settle(cache)
-    assert cache.process_stats().nvme.num_pages_stored == 4, "KV of half the weights is stored"
-    send(UpdateWeightsFromTensorReqInput(serialized_named_tensors=[], flush_cache=False))
-    flush(cache)
-    send(EndWeightUpdateReqInput())
-    compute(cache, TOKENS)
-    settle(cache)
-    assert cache.storage.num_kept(keys_of(TOKENS)) == 4
 
 
 def test_kv_in_memory_during_updates_waits_for_flush(cache: Any) -> None:

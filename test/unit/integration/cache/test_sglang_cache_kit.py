@@ -1,41 +1,24 @@
 """SGLang's own fixtures of its radix cache (``sglang.test.kits.unified_radix_cache``), on our cache
-over our store.
-
-The wheel brings the fixtures (configurations, trees, pools, requests, steps with checks in them),
-but none of the tests that SGLang has on them, so what is done with them here is ours.
-
-Left out of the kit: configurations with windows and Mamba states, which have no host tier anywhere
-(``requires_hicache``); ``host_memory_mode="buffer_only"``, a host tier that keeps nothing; and
-components of SGLang's tree that its own tests put in the place of real ones.
-"""
+over our store, for every kind of model that has a host tier."""
 
 from __future__ import annotations
 
 import os
 import unittest
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-from sglang.test.kits.unified_radix_cache import fixtures, insert_walk
+from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CONFIGS, CacheConfig, supports_hicache
 from sglang.test.kits.unified_radix_cache.core import UnifiedRadixCacheCoreFixtures
-from sglang.test.kits.unified_radix_cache.insert_walk import (
-    ResumableInsertWalkSWAFixtures,
-    SegmentLockFuzzFixtures,
-    SegmentLockProtocolFixtures,
-    StreamingSessionLockLifecycleFixtures,
-)
 from sglang.test.kits.unified_radix_cache.load_back import UnifiedRadixCacheLoadBackFixtures
 from sglang.test.kits.unified_radix_cache.storage import (
     UnifiedRadixCacheStorageFixtures,
@@ -56,10 +39,6 @@ class Kit(
     UnifiedRadixCacheStorageFixtures,
     UnifiedRadixCacheLoadBackFixtures,
     UnifiedRadixCacheCoreFixtures,
-    ResumableInsertWalkSWAFixtures,
-    SegmentLockProtocolFixtures,
-    SegmentLockFuzzFixtures,
-    StreamingSessionLockLifecycleFixtures,
     unittest.TestCase,
 ):
     """The steps of the kit. What differs from the kit is what a CPU and our store need."""
@@ -74,19 +53,22 @@ class Kit(
         self,
         cache: Any,
         *,
-        storage_dir: str | None = None,
+        storage_dir: str,
         write_policy: str = "write_through",
         **_: Any,
     ) -> None:
         """The host tier as our launcher sets it up: the kit's own copies are kernels for a GPU."""
-        flags: dict[str, Any] = {}
-        if storage_dir is not None:
-            held = get_parallel().override(
-                tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1
-            )
-            held.__enter__()
-            self.addCleanup(held.__exit__, None, None, None)
-            flags = self._storage_flags(storage_dir)
+        held = get_parallel().override(
+            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1
+        )
+        held.__enter__()
+        self.addCleanup(held.__exit__, None, None, None)
+        nvme = NvmeConfig(directory=storage_dir, capacity_bytes=512 * MiB, region_bytes=64 * MiB)
+        TieredConfig(mode=TierMode.NVME, nvme=nvme, num_ranks=1).to_environment(os.environ)
+        flags: dict[str, Any] = {
+            flag.removeprefix("--").replace("-", "_"): value
+            for flag, value in _storage_arguments(self.cfg.page_size).items()
+        }
         arguments = ServerArgs(
             model_path="dummy",
             page_size=self.cfg.page_size,
@@ -102,20 +84,11 @@ class Kit(
         self.addCleanup(cache.release_host_resources)
         cache.write_through_threshold = 1 << 30
         cache.load_back_threshold = 0
-        if storage_dir is not None:
-            controller = cache.cache_controller
-            controller.prefetch_capacity_limit = max(
-                controller.prefetch_capacity_limit, controller.mem_pool_host.size
-            )
-            self.addCleanup(cache.shutdown)
-
-    def _storage_flags(self, storage_dir: str) -> dict[str, Any]:
-        nvme = NvmeConfig(directory=storage_dir, capacity_bytes=512 * MiB, region_bytes=64 * MiB)
-        TieredConfig(mode=TierMode.NVME, nvme=nvme, num_ranks=1).to_environment(os.environ)
-        return {
-            flag.removeprefix("--").replace("-", "_"): value
-            for flag, value in _storage_arguments(self.cfg.page_size).items()
-        }
+        controller = cache.cache_controller
+        controller.prefetch_capacity_limit = max(
+            controller.prefetch_capacity_limit, controller.mem_pool_host.size
+        )
+        self.addCleanup(cache.shutdown)
 
     def store(self, cache: Any, tokens: list[int]) -> None:
         """Until the store holds all of a prompt, of every kind of state."""
@@ -126,10 +99,6 @@ class Kit(
         states = aux_storage_key_transfers(cache, leaf)
         self.until(cache, lambda: self._storage_exists_count(cache, hashes, states) == len(hashes))
         self.until(cache, lambda: not cache.ongoing_backup)
-
-    def hashes(self, events: list[Any], medium: str) -> set[int]:
-        chosen = [event for event in events if event.medium == medium]
-        return {block for event in chosen for block in event.block_hashes}
 
     def until(self, cache: Any, condition: Callable[[], object]) -> None:
         self._pump_hicache_until(cache, condition, "it never came to be", timeout=DEADLINE_S)
@@ -169,29 +138,6 @@ class Kit(
             for buffer in (states.temporal, *states.conv):
                 for layer in buffer:
                     yield layer, state
-
-    def loses_the_device(self, fixture: Any, tokens: list[int]) -> None:
-        cache = fixture[0]
-        cache.evict(
-            EvictParams(
-                num_tokens=len(tokens),
-                swa_num_tokens=len(tokens) if self.cfg.has_swa else 0,
-                mamba_num=self.cfg.mamba_cache_size if self.cfg.has_mamba else 0,
-            )
-        )
-        self.assertEqual(fixtures.match_prefix(cache, tokens).device_prefix_len, 0)
-
-    def overwrite_the_device(self, fixture: Any) -> None:
-        _, allocator, pool = fixture
-        cache = allocator.get_kvcache()
-        pools = [self._get_full_kv_pool(allocator)]
-        pools += [cache.swa_kv_pool] if self.cfg.has_swa else []
-        buffers = [buffer for each in pools for buffer in (*each.k_buffer, *each.v_buffer)]
-        if self.cfg.has_mamba:
-            states = pool.mamba_pool.mamba_cache
-            buffers += [states.temporal, *states.conv]
-        for buffer in buffers:
-            buffer.zero_()
 
     def comes_back(self, fixture: Any, tokens: list[int]) -> list[torch.Tensor]:
         """A request comes for a prompt that host memory holds; the KV it gets."""
@@ -241,28 +187,11 @@ def configurations(where: Callable[[CacheConfig], bool]) -> pytest.MarkDecorator
     )
 
 
-with_host_tier = configurations(supports_hicache)
-
-
 def equal(first: Any, second: Any) -> bool:
     return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-@with_host_tier
-def test_evicted_kv_returns_from_host_byte_for_byte(kit: Kit) -> None:
-    fixture = kit._build_hicache_fixture()
-    tokens = kit.prompt()
-    computed = kit.compute(fixture, tokens)
-    cache = fixture[0]
-    kit._backup_node(cache, fixtures.match_prefix(cache, tokens).last_device_node)
-    kit.loses_the_device(fixture, tokens)
-    kit.overwrite_the_device(fixture)
-    assert equal(kit.comes_back(fixture, tokens), computed)
-    kit._release_ongoing_load_back_locks(cache)
-    cache.sanity_check()
-
-
-@with_host_tier
+@configurations(supports_hicache)
 def test_stored_kv_survives_a_restart_byte_for_byte(kit: Kit, tmp_path: Path) -> None:
     tokens = kit.prompt()
     first = kit._l3_consumer(str(tmp_path))
@@ -274,89 +203,3 @@ def test_stored_kv_survives_a_restart_byte_for_byte(kit: Kit, tmp_path: Path) ->
     assert equal(kit.comes_back(second, tokens), computed)
     kit._release_ongoing_load_back_locks(second[0])
     second[0].sanity_check()
-
-
-@configurations(lambda cfg: supports_hicache(cfg) and cfg.page_size == 16)
-def test_a_request_ended_while_loading_frees_host_memory(kit: Kit, tmp_path: Path) -> None:
-    tokens = kit.prompt()
-    first = kit._l3_consumer(str(tmp_path))
-    kit.compute(first, tokens)
-    kit.store(first[0], tokens)
-    kit.doCleanups()
-    cache = kit._l3_consumer(str(tmp_path))[0]
-    free = kit._host_avail_sizes(cache)
-    request = CacheRequestHandle("leaves", 0)
-    cache.prefetch_from_storage(request, cache.root_node_handle(), array("q", tokens), None, None)
-    assert request in cache.ongoing_prefetch
-    cache.release_aborted_request(request)
-    kit.until(cache, lambda: not cache.ongoing_prefetch)
-    # What was loaded before the end may stay, for whoever comes next.
-    kit.until(cache, lambda: kit._host_avail_sizes(cache) == free or cache.evict_host(len(tokens)))
-    kit.until(cache, lambda: kit._host_avail_sizes(cache) == free)
-    cache.sanity_check()
-
-
-@configurations(lambda cfg: supports_hicache(cfg) and cfg.has_swa and cfg.page_size == 1)
-def test_random_locks_and_evictions_keep_the_tree_sound(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caches = []
-
-    def build(cfg: CacheConfig) -> Any:
-        fixture = kit._l3_consumer(str(tmp_path))
-        cache, check = fixture[0], fixture[0].sanity_check
-        cache.write_through_threshold = 1
-
-        def step_and_check() -> None:  # what the kit calls after each operation
-            cache.check_hicache_events()
-            check()
-
-        monkeypatch.setattr(cache, "sanity_check", step_and_check)
-        caches.append(cache)
-        return fixture
-
-    monkeypatch.setattr(insert_walk, "build_fixture", build)
-    kit._run_seed(1)
-    (cache,) = caches
-    kit.until(cache, lambda: not cache.ongoing_write_through and not cache.ongoing_backup)
-    host = cache.cache_controller.mem_pool_host
-    assert host.available_size() < host.logical_size, "nothing was copied"
-
-
-@configurations(lambda cfg: cfg == CONFIGS[0])
-def test_a_sessions_turn_leaves_nothing_locked(kit: Kit, cfg: CacheConfig, tmp_path: Path) -> None:
-    cache, allocator, pool = kit._l3_consumer(str(tmp_path))
-    slot, request = kit._later_turn(cache, allocator, pool)
-    request.finished_reason = FINISH_LENGTH(length=0)
-    assert cache.session.try_cache_finished_req(request)
-    assert cache.session.slots["s"] is slot
-    cache.release_session("s")
-    cache.sanity_check()
-    assert allocator.available_size() + cache.full_evictable_size() == cfg.kv_size
-
-
-@configurations(lambda cfg: supports_hicache(cfg) and cfg.page_size == 16 and not cfg.has_swa)
-def test_events_add_the_disk_to_those_of_stock(kit: Kit, cfg: CacheConfig, tmp_path: Path) -> None:
-    """The one expected difference: a reader that adds up tokens without looking at the medium
-    counts those on NVMe once more. Stock tells nobody what its storage holds, and a router cannot
-    send a prompt to NVMe that it was not told of."""
-    fixture = fixtures.build_fixture(cfg, enable_kv_cache_events=True)
-    cache = fixture[0]
-    kit._init_hicache(cache, storage_dir=str(tmp_path))
-    tokens = kit.prompt()
-    kit.compute(fixture, tokens)
-    kit.store(cache, tokens)
-    kit.loses_the_device(fixture, tokens)
-    events = cache.take_events()
-    stored = [event for event in events if isinstance(event, BlockStored)]
-    told = {
-        medium: sum((list(event.token_ids) for event in stored if event.medium == medium), [])
-        for medium in {event.medium for event in stored}
-    }
-    media = ["GPU", "CPU_PINNED", "DISK"]
-    assert told == dict.fromkeys(media, tokens)
-    hashes = {medium: kit.hashes(stored, medium) for medium in media}
-    assert len(hashes["GPU"]) == len(tokens) // cfg.page_size
-    assert all(each == hashes["GPU"] for each in hashes.values())
-    removed = [event for event in events if isinstance(event, BlockRemoved)]
-    assert kit.hashes(removed, "GPU") and {event.medium for event in removed} == {"GPU"}

@@ -1,10 +1,10 @@
-"""Turns of streaming sessions over SGLang's own sessions, tree and pools: what the tree owns after
-each, and that no page is owned twice or by nobody."""
+"""Turns of streaming sessions: what the tree owns after each, every page once."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, hashes_of
@@ -16,8 +16,7 @@ HISTORY = array("q", range(1, 20 * PAGE))
 
 
 class Conversation:
-    """What the scheduler does for the turns of one streaming session. Each turn has the history so
-    far and one output token."""
+    """A streaming session. Each turn has the history so far and one output token."""
 
     def __init__(self, world: CacheWorld) -> None:
         self.world, self.cache = world, world.cache
@@ -74,10 +73,11 @@ def talk(world: CacheWorld) -> Iterator[Conversation]:
     talk.close()
 
 
+A, B = "one", "two"  # keys
 END, ABORT = Conversation.end, Conversation.abort
 
 
-def end_uncacheable(talk: Conversation, req: Req) -> None:
+def uncacheable(talk: Conversation, req: Req) -> None:
     req.skip_radix_cache_insert = True
     talk.end(req)
 
@@ -86,67 +86,33 @@ def retract(talk: Conversation, req: Req) -> None:
     assert talk.cache.claim_kv_row(req)
 
 
-@pytest.mark.parametrize(
-    ("turns", "published"),
-    [
-        pytest.param([(40, None, END), (100, None, retract)], {None: 40}, id="retracted"),
-        pytest.param(
-            [(40, None, END), (100, None, retract), (101, None, END)], {None: 101}, id="at its end"
-        ),
-        pytest.param([(75, None, END), (150, None, ABORT)], {None: 150}, id="aborted"),
-        pytest.param(
-            [(75, None, END), (150, None, ABORT), (160, None, END)], {None: 160}, id="after abort"
-        ),
-        pytest.param(
-            [(40, "one", END), (75, "two", END), (150, "one", END)],
-            {"one": 40, "two": 0},
-            id="another key's turn",
-        ),
-        pytest.param(
-            [(40, None, END), (75, None, end_uncacheable), (150, None, END)],
-            {None: 40},
-            id="uncacheable",
-        ),
-        pytest.param(
-            [(75, "one", END), (150, "two", ABORT)], {"one": 75, "two": 0}, id="aborted by another"
-        ),
-        pytest.param(
-            [(40, "one", END), (75, "two", END), (150, "one", ABORT)],
-            {"one": 40, "two": 0},
-            id="abort after another key's turn",
-        ),
-        pytest.param(
-            [(40, None, END), (75, None, end_uncacheable), (150, None, ABORT)],
-            {None: 40},
-            id="abort after an uncacheable one",
-        ),
-        pytest.param(
-            [(40, "one", END), (75, "two", retract), (150, "one", ABORT)],
-            {"one": 40},
-            id="abort after another key's retraction",
-        ),
-    ],
-)
+TURNS: dict[str, tuple[list[Any], dict[str | None, int]]] = {
+    "finished": ([(40, None, END), (75, None, END), (123, None, END)], {None: 123}),
+    "retracted": ([(40, None, END), (100, None, retract)], {None: 40}),
+    "at its end": ([(40, None, END), (100, None, retract), (101, None, END)], {None: 101}),
+    "aborted": ([(75, None, END), (150, None, ABORT)], {None: 150}),
+    "after abort": ([(75, None, END), (150, None, ABORT), (160, None, END)], {None: 160}),
+    "another's turn": ([(40, A, END), (75, B, END), (150, A, END)], {A: 40, B: 0}),
+    "uncacheable": ([(40, A, END), (75, A, uncacheable), (150, A, END)], {A: 40}),
+    "aborted by another": ([(75, A, END), (150, B, ABORT)], {A: 75, B: 0}),
+    "abort after another's": ([(40, A, END), (75, B, END), (150, A, ABORT)], {A: 40, B: 0}),
+    "abort after uncacheable": ([(40, A, END), (75, A, uncacheable), (150, A, ABORT)], {A: 40}),
+    "abort after retraction": ([(40, A, END), (75, B, retract), (150, A, ABORT)], {A: 40}),
+}
+
+
+@pytest.mark.parametrize(("turns", "published"), TURNS.values(), ids=TURNS)
 def test_turns_publish_only_what_is_theirs(
     talk: Conversation,
-    turns: list[tuple[int, str | None, Callable[[Conversation, Req], None]]],
+    turns: list[tuple[int, str | None, Callable[..., None]]],
     published: dict[str | None, int],
 ) -> None:
-    """Another adapter may have computed a turn; or a tenant was purged, and must not be found
-    again."""
+    """Another adapter may have computed a turn; or a tenant was purged."""
     for end, key, conclude in turns:
         conclude(talk, talk.begin(end, key))
     assert {key: talk.num_published(end, key) for key in published} == {
         key: aligned(number) for key, number in published.items()
     }
-
-
-def test_each_finished_turn_is_anyones_prefix(talk: Conversation) -> None:
-    for end in (40, 75, 3 * PAGE + 75, 200):
-        talk.end(talk.begin(end))
-        assert talk.num_published(end) == aligned(end)
-    slot = talk.cache.session.slots["s"]
-    assert slot.kv.cache_protected_len == aligned(200)
 
 
 def test_a_turn_computed_twice_has_one_owner(talk: Conversation) -> None:
@@ -231,31 +197,6 @@ def test_an_empty_turn_after_no_answer_begins_anew(talk: Conversation) -> None:
     talk.end(turn)
     talk.end(talk.begin(75))
     assert talk.num_published(75) == aligned(75)
-
-
-def test_a_turn_without_news_is_found_by_id(talk: Conversation) -> None:
-    talk.end_with_overlap(talk.begin(2 * PAGE))
-    turn = talk.begin(2 * PAGE + 1)
-    talk.world.end(turn, num_output=0)
-    recent = talk.cache.recent_requests.find(turn.rid)
-    assert recent is not None
-    assert aligned(len(recent.selector.tokens)) == 2 * PAGE
-
-
-def test_with_windows_only_the_first_key_publishes_aborts(
-    open_world: Callable[..., CacheWorld],
-) -> None:
-    """SGLang's own way, where finished turns are not published."""
-    world = open_world(has_window=True)
-    for key, num_published in (("one", aligned(150)), ("two", 0)):
-        talk = Conversation(world)
-        talk.end(talk.begin(75, "one"))
-        talk.end(talk.begin(110, "one"))
-        talk.abort(talk.begin(150, key))
-        assert talk.num_published(150, key) == num_published
-        talk.close()
-        world.cache.reset()
-        world.allocator.clear()
 
 
 def test_a_sessions_own_pages_are_no_tree_node(talk: Conversation) -> None:

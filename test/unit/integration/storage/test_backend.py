@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from host_pools import hashes, make_pool, slots, storage_config
 from page_calls import load_pages, queue_store, store_pages
 from sglang.srt.mem_cache.hicache_storage import (
-    STORAGE_BATCH_SIZE,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
@@ -20,22 +17,18 @@ from sglang.srt.mem_cache.hicache_storage import (
 from slow_weights import Weights
 from storages import Storages
 
-from kit.waiting import drained, eventually
+from kit.waiting import eventually
 from sglang_tiered.checksummed import seal, unseal
-from sglang_tiered.config import GiB, MiB
+from sglang_tiered.config import MiB
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.integration.admin.conversations import make_durable
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
-from sglang_tiered.integration.identity.tenants import HiddenTenants, key_of_request, tenant_digest
-from sglang_tiered.integration.observe.stats import Holding, process_stats
+from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import backend
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.policy.admission import Outcome
-from sglang_tiered.storage.base import Erasure, Tier
-from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.region.files import NAMESPACE_NAME
 
 TIMEOUT_S = 20.0
@@ -101,53 +94,18 @@ def test_new_weights_store_nothing_before_the_flush(make: Storages) -> None:
     assert storage.batch_exists(hashes("a")) == 1
 
 
-def test_a_tenants_purge_reaches_its_adapters_pages(make: Storages) -> None:
-    storage, purged = make.open(make_pool(0)), HiddenTenants()
-    sent = {"a": ("acme", None), "b": ("acme", "0" * 32), "c": ("other", "0" * 32)}
-    for slot, (page, (extra_key, lora_id)) in enumerate(sent.items()):
-        key = key_of_request(extra_key + (lora_id or ""), lora_id)
-        tenant = purged.tenant_of(key, "salt")
-        assert store_pages(storage, hashes(page), slots(slot), tenant=tenant) == [True]
-    assert store_pages(storage, hashes("d"), slots(3)) == [True]  # whose is unknown
-    assert is_true(storage.erase(Erasure(tenant=tenant_digest("acme", "salt"))), 20.0)
-    assert [storage.batch_exists(hashes(page)) for page in "abcd"] == [0, 0, 1, 0]
-
-
-def node_that_admits(storage: TieredStorage, keys: list[str], num_pages: int) -> Any:
-    """A store of which so many leading pages were admitted."""
+@pytest.mark.parametrize("num_admitted", [0, 2])
+def test_dropped_pages_are_answered_false_and_never_touched(
+    make: Storages, num_admitted: int
+) -> None:
+    storage, keys = make.open(make_pool(0)), hashes("a", "b", "c")
     node = queue_store(storage, keys)
-    node.num_admitted = num_pages
-    return node
-
-
-def test_dropped_pages_are_answered_false_and_never_touched(make: Storages) -> None:
-    pool = make_pool(0)
-    storage = make.open(pool)
-    before = process_stats(storage)
-    keys = hashes("a", "b", "c")
-    none, two = (node_that_admits(storage, keys, num_pages) for num_pages in (0, 2))
-    assert store_pages(storage, keys, slots(0, 1, 2), store=none) == [False] * 3
-    assert process_stats(storage) == before
-    assert store_pages(storage, keys, slots(0, 1, 2), store=two) == [True, True, False]
-    expected = pool.buffer.clone()
-    assert storage.batch_exists(keys) == 2
-    assert load_pages(storage, keys, slots(5, 6, 7)) == [True, True, False]
-    assert torch.equal(pool.buffer[:, 5:7], expected[:, :2])
-
-
-def test_exhausted_budget_drops_stores_but_serves_pages(make: Storages) -> None:
-    storage = make.open(make_pool(0, page_bytes=200_000))  # 400,000 bytes a page
-    for first in range(0, 24, 8):
-        keys = hashes(*(str(number) for number in range(first, first + 8)))
-        store_pages(storage, keys, slots(*range(8)), prefix_tokens=1 << 20)
-    stats = process_stats(storage)
-    num_pages = stats.nvme.num_pages
-    assert 8 <= num_pages < 12
-    assert stats.nvme.bytes_written <= 4 * MiB
-    assert stats.admission[Outcome.ADMITTED] == num_pages
-    assert stats.admission[Outcome.DROPPED_BUDGET] == 24 - num_pages
-    assert stats.write_budget_bytes is not None and stats.write_budget_bytes < 1 * MiB
-    assert load_pages(storage, hashes("0"), slots(12)) == [True]
+    node.num_admitted = num_admitted
+    expected = [number < num_admitted for number in range(3)]
+    assert store_pages(storage, keys, slots(0, 1, 2), store=node) == expected
+    assert process_stats(storage).nvme.num_pages_stored == num_admitted
+    assert storage.batch_exists(keys) == num_admitted
+    assert load_pages(storage, keys, slots(5, 6, 7)) == expected
 
 
 def test_pages_that_sglang_moves_are_refused(make: Storages) -> None:
@@ -156,21 +114,6 @@ def test_pages_that_sglang_moves_are_refused(make: Storages) -> None:
     pool.shared_allocation_domain = object()
     with pytest.raises(ConfigError, match="whose pages SGLang moves"):
         make.open(pool)
-
-
-def test_tier_without_a_cap_tells_no_capacity(make: Storages) -> None:
-    host = Holding(capacity_bytes=9, capacity_tokens=3, held_bytes=6, held_tokens=2)
-    bucket = Holding(
-        capacity_bytes=sys.maxsize, capacity_tokens=1 << 60, held_bytes=6, held_tokens=2
-    )
-    stats = process_stats(make.open(make_pool(0)), held={"host": host, "object": bucket})
-    assert stats.holdings == {"host": host, "object": {"held_bytes": 6, "held_tokens": 2}}
-
-
-def test_every_rank_of_latent_attention_keeps_books(make: Storages) -> None:
-    config = storage_config(is_mla_model=True, tp_rank=1, tp_size=2)
-    TieredStorage(config, {})
-    assert config.is_storage_writer, "SGLang asks it for stores, which it leaves to the first rank"
 
 
 def test_replicas_with_equal_ranks_get_own_shards(make: Storages) -> None:
@@ -188,64 +131,17 @@ def test_start_without_our_launcher_is_explained(monkeypatch: pytest.MonkeyPatch
         TieredStorage(storage_config(), {})
 
 
-class HeldLock:
-    """A lock at which one thread waits until it is let go."""
-
-    def __init__(self, lock: Any) -> None:
-        self._lock = lock
-        self.held: threading.Thread | None = None
-        self.reached, self.let_go = threading.Event(), threading.Event()
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is self.held:
-            self.reached.set()
-            assert self.let_go.wait(TIMEOUT_S)
-        self._lock.acquire()
-
-    def __exit__(self, *_: Any) -> None:
-        self._lock.release()
-
-
-def test_stores_under_way_never_count_as_new_weights(make: Storages) -> None:
-    storage = make.open(make_pool(0))
-    storage.gate.lock = lock = HeldLock(storage.gate.lock)
-    stored: list[bool] = []
-    lock.held = threading.Thread(
-        target=lambda: stored.extend(store_pages(storage, hashes("a"), slots(0)))
-    )
-    lock.held.start()
-    assert lock.reached.wait(TIMEOUT_S)
-    storage.change_weights(tree_is_empty=False)
-    lock.let_go.set()
-    lock.held.join(TIMEOUT_S)
-    assert stored == [False]
-    assert storage.batch_exists(hashes("a")) == 0
-    storage.tree_was_reset()
-    assert store_pages(storage, hashes("a"), slots(0)) == [True]
-
-
-def test_late_stores_of_old_weights_are_not_found(
-    make: Storages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = make.open(make_pool(0))
-    reached, let_go, write = threading.Event(), threading.Event(), FileDevice.writev
-
-    def hang(*arguments: Any) -> int:
-        reached.set()
-        assert let_go.wait(TIMEOUT_S)
-        return write(*arguments)
-
-    monkeypatch.setattr(FileDevice, "writev", hang)
-    stored: list[bool] = []
+def test_late_stores_of_old_weights_are_not_found(make: Storages, hang: threading.Event) -> None:
+    storage, stored = make.open(make_pool(0)), list[bool]()
     storing = threading.Thread(
         target=lambda: stored.extend(store_pages(storage, hashes("a"), slots(0)))
     )
     storing.start()
-    assert reached.wait(TIMEOUT_S)
+    eventually(lambda: storage.region_engine.stats().num_inflight_jobs)
     storage.change_weights(tree_is_empty=True)
     storage.clear()
     assert storing.is_alive(), "it waited for the disk"
-    let_go.set()
+    hang.set()
     storing.join(TIMEOUT_S)
     assert stored == [True]
     assert storage.batch_exists(hashes("a")) == 0
@@ -265,37 +161,6 @@ def a_run_that_stored_a(make: Storages, weights: Weights) -> None:
     weights.are_read(storage)
     store_pages(storage, hashes("a"), slots(0))
     make.close()
-
-
-def test_stores_wait_until_the_weights_are_read(make: Storages, weights: Weights) -> None:
-    weights.take_long()
-    storage = make.open(make_pool(0))
-    storage.settle_namespace()
-    assert not storage.knows_namespace and not storage.takes_stores
-    assert store_pages(storage, hashes("a"), slots(0)) == [False]
-    assert storage.batch_exists(hashes("a")) == 0 and not storage.holds(hashes("a")[0])
-    weights.are_read(storage)
-    assert storage.takes_stores
-    assert store_pages(storage, hashes("a"), slots(0)) == [True]
-
-
-def test_remembered_weights_are_known_despite_a_reader(make: Storages, weights: Weights) -> None:
-    weights.are_read(make.open(make_pool(0)))
-    make.close()
-    weights.take_long()
-    assert make.open(make_pool(None)).knows_namespace
-    weights.let_go()
-
-
-def test_weights_replaced_before_the_read_are_unique(
-    make: Storages, weights: Weights, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What was loaded is gone, so nothing says what it was."""
-    weights.take_long()
-    storage = make.open(make_pool(None))
-    weights.are_fetched_anew(b"edit")
-    weights.are_read(storage)
-    assert storage._is_nameless and "changed since it was loaded" in caplog.text
 
 
 @pytest.mark.parametrize("edit", [b"", b"edit"], ids=["same", "edited"])
@@ -318,6 +183,7 @@ def test_pages_wait_until_their_weights_are_read(
     assert storage.batch_exists_v2(keys).kv_hit_pages == 0
     assert load_pages(storage, keys, slots(0)) == [False] and not pool.buffer.any()
     assert make_durable(storage, keys, Tier.NVME, b"t" * 16, work_s=0.0) == 0
+    assert not storage.takes_stores and store_pages(storage, hashes("b"), slots(1)) == [False]
     weights.are_read(storage)
     assert load_pages(storage, keys, slots(0)) == [not edit]
     make.close()
@@ -325,19 +191,6 @@ def test_pages_wait_until_their_weights_are_read(
     assert storage.knows_namespace, "they are remembered"
     assert storage.batch_exists(keys) == (not edit)
     assert store_pages(storage, keys, slots(0)) == [True]
-
-
-def test_next_start_skips_namespaces_of_replaced_weights(make: Storages, weights: Weights) -> None:
-    storage = make.open(make_pool(0))
-    weights.are_read(storage)
-    store_pages(storage, hashes("a"), slots(0))
-    storage.change_weights(tree_is_empty=True)
-    store_pages(storage, hashes("b"), slots(0))
-    make.close()
-    weights.are_forgotten()
-    storage = make.open(make_pool(None))
-    weights.are_read(storage)
-    assert storage.batch_exists(hashes("a")) and not storage.batch_exists(hashes("b"))
 
 
 @pytest.mark.parametrize("note", [b"", b"x" * 40, seal(b"short"), seal([1])])
@@ -417,28 +270,6 @@ def test_unfindable_pages_stay_out_of_the_bucket(
 
 
 @pytest.mark.usefixtures("bucket")
-def test_nameless_pages_of_guessed_weights_skip_the_bucket(
-    make: Storages, weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The guess holds the same nameless part, so the answer equals it."""
-    weights.are_read(make.open(make_pool(0)))
-    make.close()
-    weights.are_fetched_anew()
-    weights.take_long()
-    of_weights = namespace.server_identity
-    monkeypatch.setattr(
-        namespace,
-        "server_identity",
-        lambda config: {**of_weights(config), "draft": identify_model("m", None, "dummy")},
-    )
-    storage = make.open(make_pool(0))
-    guess = storage._namespace
-    weights.are_read(storage)
-    assert storage._namespace == guess
-    assert storage.stack._demoter._suspended
-
-
-@pytest.mark.usefixtures("bucket")
 def test_pages_are_demoted_under_the_namespace_read(make: Storages, weights: Weights) -> None:
     weights.take_long()
     storage = make.open(make_pool(0))
@@ -464,7 +295,6 @@ def test_closing_does_not_wait_for_weights(make: Storages, weights: Weights) -> 
 # ---- Pages of 16 and 32 MiB ----
 
 
-LARGE_TIMEOUT_S = 120.0
 LARGE = {"capacity_bytes": 640 * MiB, "region_bytes": 32 * MiB}
 
 
@@ -483,38 +313,3 @@ def test_a_tier_too_small_for_pages_is_refused(
     pool = make_pool(None, page_bytes=16 * MiB, num_pages=1)
     with pytest.raises(ConfigError, match=f"{says}, which is too small for pages of 32MiB"):
         storages.open(pool)
-
-
-def test_two_of_sglangs_calls_fit_the_queue(storages: Storages) -> None:
-    """One is SGLang's; the room of the other is for what remote tiers bring, or it would cost the
-    first its tail."""
-    pool = make_pool(None, page_bytes=8 * MiB, num_pages=1)
-    storages.configure(nvme=LARGE)
-    engine = storages.open(pool).region_engine
-    assert engine._max_queued_store_bytes == 2 * STORAGE_BATCH_SIZE * 16 * MiB == 4 * GiB
-
-
-def test_leading_large_bucket_pages_are_kept_on_nvme(storages: Storages) -> None:
-    storages.configure(nvme=LARGE, has_bucket=True)
-    pool = make_pool(0, page_bytes=16 * MiB, num_pages=10)
-    before = pool.buffer.clone()
-    keys = hashes(*map(str, range(10)))
-    first = storages.open(pool)
-    assert store_pages(first, keys, slots(*range(10))) == [True] * 10
-    engine_keys = first.keys_of_pools(keys)
-    assert all(first.stack.flush_to_bucket(engine_keys, LARGE_TIMEOUT_S)), (
-        "the bucket takes no such page"
-    )
-    first.close()
-    pool.buffer.zero_()
-    storages.configure("other", nvme=LARGE, has_bucket=True)
-    second = storages.open(pool)
-    stack = second.stack
-    assert stack.bucket.refresh(LARGE_TIMEOUT_S)
-    loaded = load_pages(second, keys, slots(*range(10)), tenant=b"a" * 16)
-    assert loaded == [True] * 10
-    assert torch.equal(pool.buffer, before)
-    assert drained(stack, LARGE_TIMEOUT_S) and drained(stack.nvme, LARGE_TIMEOUT_S)
-    stats = stack.remote_stats(Tier.OBJECT)
-    assert (stats.num_promoted, stats.num_promotions_dropped) == (8, 2)
-    assert stack.nvme.lookup(engine_keys).num_hits == 8

@@ -1,5 +1,4 @@
-"""Two storages that follow each other, in one process: pools of every kind come from the other
-one bit for bit, what it holds does not count as kept here, and purges cross over."""
+"""Two storages that follow each other: what comes from the other, and purges that cross over."""
 
 from __future__ import annotations
 

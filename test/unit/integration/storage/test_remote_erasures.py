@@ -1,5 +1,4 @@
-"""What other servers erased: the tiers do so at once, nothing of it is stored until memory hides
-it, and all ranks hide it in the same step."""
+"""What others erased is not stored before memory hides it, on all ranks in the same step."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def step(ranks: list[Rank]) -> None:
 
 
 def test_memory_is_not_stored_until_it_hides() -> None:
-    """Others take pages from us from the moment we were told: device and host memory still hold
-    what they erased, and the tree would have it stored."""
+    """Others take pages from us already, and memory still holds what they erased."""
     (rank,) = ranks = make_ranks(1)
     step(ranks)
     assert rank.stores(A)
@@ -138,8 +136,7 @@ def test_all_ranks_hide_the_same_together() -> None:
 
 @pytest.mark.parametrize("what", [Erasure(tenant=A, spread=False), Erasure.of([KEY], spread=False)])
 def test_no_rank_stores_between_hearing_and_hiding(what: Erasure) -> None:
-    """Its memory holds the pages until the first rank tells, and they would reach the bucket. What
-    is heard once it is hidden stops nothing, and what the first never hears not for ever."""
+    """Its memory holds the pages until the first rank tells; but not for ever."""
     ranks = make_ranks(3)
     step(ranks)
     assert ranks[1].stores(A)
@@ -160,16 +157,6 @@ def test_no_rank_stores_between_hearing_and_hiding(what: Erasure) -> None:
     assert ranks[2].stores(A)
 
 
-def test_reattached_storage_repeats_nothing() -> None:
-    (rank,) = ranks = make_ranks(1)
-    for tenant in (A, B):
-        rank.hear(tenant)
-        step(ranks)
-        rank.attach()
-        step(ranks)
-    assert rank.hidden == [A, B]
-
-
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_beyond_the_bound_memory_alone_hides_all(beyond: int) -> None:
     """The tiers have erased each already, and the bucket is not this server's alone."""
@@ -185,14 +172,3 @@ def test_beyond_the_bound_memory_alone_hides_all(beyond: int) -> None:
     step(ranks)
     assert rank.hidden == [None] if beyond else len(rank.hidden) == MAX_PACKED_PAGES
     assert not any(each.is_everything for each in rank.erased)
-
-
-def test_pipeline_stage_leaves_memory_alone() -> None:
-    """Its stages would hide at different times, and what waits for a scheduler blocks stores."""
-    (rank,) = make_ranks(1)
-    rank.hear_pages(KEY)
-    rank.heard.clear_tiers_only()
-    rank.hear_pages(OTHER)
-    rank.hear(A)
-    assert len(rank.erased) == 3
-    assert rank.stores(A) and rank.stores(B, OTHER)

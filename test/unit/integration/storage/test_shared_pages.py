@@ -1,5 +1,4 @@
-"""Two ranks of latent attention over one shard, in threads of this process; only their meeting is
-not SGLang's."""
+"""Two ranks of latent attention over one shard; only their meeting is not SGLang's."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from sglang_pools import PAGE, heads_pools, latent_pools
 from storages import Storages
 
 from kit.waiting import eventually
-from server_process import free_port
 from sglang_tiered.config import MiB
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.admin.conversations import make_durable
@@ -27,7 +24,6 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import shared_pages
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.remote_config import PeerConfig
 from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.directory import shard_path
@@ -169,19 +165,6 @@ def test_a_rank_with_other_weights_gets_no_page(ranks: Ranks) -> None:
     assert load(second) == [False] * 3
 
 
-def test_a_rank_knowing_its_weights_early_gets_pages(ranks: Ranks) -> None:
-    storages = ranks.open(latent_pool(1), latent_pool(None))
-    store(storages)
-    lender, borrower = storages
-    # The search gave up waiting, and its thread ended before anybody looked.
-    search: Any = SimpleNamespace(namespace=None, answer=lender._namespace, is_nameless=False)
-    borrower._use_borrowed(search)
-    engine: Any = borrower.region_engine
-    engine.open(lender.region_engine.directory)
-    borrower.settle_namespace()
-    assert load(borrower) == [True] * 3
-
-
 def test_weights_changed_rank_by_rank_mix_nothing(ranks: Ranks) -> None:
     first, second = storages = ranks.open(latent_pool(1), latent_pool(1))
     store(storages)
@@ -236,35 +219,6 @@ def test_bucket_pages_reach_every_rank(ranks: Ranks) -> None:
     eventually(lambda: first.pages_by_tier(KEYS)[Tier.NVME] == 3)
     (usage,) = first.region_engine.tenants(2)
     assert (usage.tenant, usage.num_pages) == (TENANT, 3)
-
-
-def test_one_of_the_sharing_ranks_is_a_peer(ranks: Ranks) -> None:
-    ports = [free_port(), free_port()]
-    servers = ",".join(f"127.0.0.1:{port}" for port in ports)
-    (other,) = ranks.open(latent_pool(1), peers=PeerConfig(servers=servers, port=ports[0]))
-    store([other])
-    ranks.name = "two"
-    ranks.directory.mkdir()
-    pools = [latent_pool(), latent_pool()]
-    first, second = ranks.open(*pools, peers=PeerConfig(servers=servers, port=ports[1]))
-    eventually(lambda: first.batch_exists(KEYS) == 3 and process_stats(other).peer.tier.num_peers)
-    assert first.pages_by_tier(KEYS) == {Tier.NVME: 0, Tier.PEER: 3}
-    assert first.pages_by_tier(KEYS).keys() == second.pages_by_tier(KEYS).keys()
-    assert load(second) == [True] * 3
-    assert torch.equal(pools[1].kv_buffer[5:8], latent_pool(1).kv_buffer[0:3])
-    assert process_stats(other).peer.tier.num_peers == 1
-    assert second.remote_erasures is not None, "the first rank's news reach it"
-
-
-def test_the_lender_opens_no_more_files_than_allowed(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_pages, "max_regions", lambda: 8)
-    first, _ = ranks.open(latent_pool(1), latent_pool(1))
-    store([first])
-    (region,) = (ranks.directory / SHARD).glob("region-*")
-    assert region.stat().st_size == 8 * MiB
-    assert first.region_engine.stats().capacity_bytes == 64 * MiB
 
 
 @pytest.mark.parametrize("shares", [True, False])

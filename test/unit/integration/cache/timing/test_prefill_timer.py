@@ -13,8 +13,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_tiered.integration.cache import prefill_times as prefill_timer
 from sglang_tiered.integration.cache.prefill_times import PrefillClock
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.observe.stories import Stories
-from sglang_tiered.policy.queue_wait import PrefillWork
+from sglang_tiered.integration.cache.timing.prefill_timer import PrefillClock
+from sglang_tiered.integration.observe.requests.stories import Stories
+from sglang_tiered.policy.prefill_work import PrefillWork
 
 
 class Cache(TieredRadixCache):
@@ -24,7 +25,6 @@ class Cache(TieredRadixCache):
         self.told: list[tuple[list[tuple[int, int]], float]] = []
         self.copied: list[int] = []
         self.num_copied = 0  # for the next batch that waits for copies
-        self.runs: list[int] = []
         self.work = PrefillWork()
         self.begun: list[list[tuple[int, int]]] = []
         self.tiering: Any = SimpleNamespace(
@@ -36,7 +36,7 @@ class Cache(TieredRadixCache):
         )
 
     def note_run(self, num_running: int) -> None:
-        self.runs.append(num_running)
+        pass
 
     def prefill_begins(self, spans: list[tuple[int, int]], now: float) -> None:
         self.begun.append(spans)
@@ -51,9 +51,9 @@ class Cache(TieredRadixCache):
         self.copied.append(num_copied)
 
 
-def make_batch(device: str, *names: str, extends: bool = True, consumer: int = -1) -> ScheduleBatch:
+def make_batch(device: str, *, extends: bool = True, consumer: int = -1) -> ScheduleBatch:
     return ScheduleBatch(
-        reqs=[SimpleNamespace(cache_request_handle=name) for name in names],
+        reqs=[],
         device=device,
         hicache_consumer_index=consumer,
         forward_mode=ForwardMode.EXTEND if extends else ForwardMode.DECODE,
@@ -87,10 +87,6 @@ class Machine:
 
         self.clock.around_result(process, self, batch.copy() if overlaps else batch, None)
 
-    @property
-    def told(self) -> list[tuple[list[tuple[int, int]], float]]:
-        return self.tree_cache.told
-
 
 SPANS = [(100, 0), (1, 900)]
 
@@ -100,15 +96,7 @@ def test_cpu_batch_takes_what_its_launch_takes() -> None:
     batch = make_batch("cpu")
     machine.launch(batch, 0.5)
     machine.process(batch, ends_at=99.0)
-    assert machine.told == [(SPANS, 0.5)]
-
-
-def test_run_counts_decodes_that_it_holds_up() -> None:
-    machine = Machine()
-    machine.running_batch = make_batch("cpu", "a", "b", extends=False)
-    machine.launch(make_batch("cpu", "new"), 0.5)
-    machine.launch(machine.running_batch, 0.5)
-    assert machine.tree_cache.runs == [3, 2]
+    assert machine.tree_cache.told == [(SPANS, 0.5)]
 
 
 def test_accelerator_batch_pays_not_for_the_last() -> None:
@@ -118,17 +106,7 @@ def test_accelerator_batch_pays_not_for_the_last() -> None:
     machine.launch(second, 0.0)
     machine.process(first, ends_at=12.0, overlaps=True)
     machine.process(second, ends_at=15.0, overlaps=True)
-    assert machine.told == [(SPANS, 2.0), (SPANS, 3.0)]
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_decodes_teach_nothing(device: str, overlaps: bool) -> None:
-    machine = Machine()
-    batch = make_batch(device, extends=False)
-    machine.launch(batch, 0.5)
-    machine.process(batch, ends_at=20.0, overlaps=overlaps)
-    assert machine.told == []
+    assert machine.tree_cache.told == [(SPANS, 2.0), (SPANS, 3.0)]
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -147,33 +125,6 @@ def test_batch_that_waits_for_copies_says_how_many(device: str, overlaps: bool) 
     assert machine.tree_cache.num_copied == 200
 
 
-def test_batch_with_a_late_result_teaches_once() -> None:
-    machine = Machine()
-    first, second = make_batch("cpu"), make_batch("cpu", extends=False)
-    machine.launch(first, 0.5)
-    machine.launch(second, 7.0)
-    machine.process(first, ends_at=20.0, overlaps=True)
-    machine.process(second, ends_at=30.0, overlaps=True)
-    assert machine.told == [(SPANS, 0.5)]
-
-
-def test_batch_is_forgotten_with_its_own_result() -> None:
-    machine = Machine()
-    decodes, learns = make_batch("cuda", extends=False), make_batch("cuda")
-    machine.launch(decodes, 0.0)
-    machine.launch(learns, 0.0)
-    machine.process(decodes, ends_at=12.0, overlaps=True)
-    machine.process(learns, ends_at=15.0, overlaps=True)
-    machine.process(learns, ends_at=16.0, overlaps=True)
-    assert machine.told == [(SPANS, 3.0)]
-
-
-def test_a_stock_cache_is_left_alone() -> None:
-    machine = Machine()
-    machine.tree_cache = SimpleNamespace()  # type: ignore[assignment]
-    machine.launch(make_batch("cpu"), 0.5)
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_only_prefills_count_as_prefill_work(device: str) -> None:
     machine = Machine()
@@ -185,13 +136,3 @@ def test_only_prefills_count_as_prefill_work(device: str) -> None:
         machine.process(batch, machine.now + 0.5)
         assert not work.is_running
     assert machine.tree_cache.begun == [SPANS, SPANS]
-
-
-def test_lost_results_leave_no_work_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_timer, "MAX_LAUNCHED", 1)
-    machine = Machine()
-    lost, last = make_batch("cuda"), make_batch("cuda")
-    machine.launch(lost, 0.5)
-    machine.launch(last, 0.5)
-    machine.process(last, 12.0)
-    assert not machine.tree_cache.work.is_running
