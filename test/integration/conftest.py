@@ -50,13 +50,11 @@ ASYNCHRONOUS = {
     "test_families": _COPIES,
     "test_features": _COPIES,
     "test_forgets": _COPIES,
-    "test_long_context": _COPIES,
     "test_object_tier": _COPIES,
     "test_peer_tier": _COPIES,
     "test_small_host": _COPIES | {"h2d", "store", "load"},
     "test_spilling": _COPIES,
     "test_shared_pages": _COPIES,
-    "test_tenants": _COPIES,
     "test_tensor_parallel": _COPIES,
     "test_tiers": _COPIES,
 }
@@ -68,25 +66,11 @@ it; ``test_costs`` does because it measures."""
 PYTHONPATH = os.environ.get("PYTHONPATH", "")
 """Without the folders that a module puts on it."""
 
-AS_BY_USERS = {
-    "test_deploy",
-    "test_gpu_report",
-    "test_host_buffer",
-    "test_machine_budget",
-    "test_many_users",
-    "test_small_machines",
-    "test_typed_commands",
-}
-"""Modules whose servers start as a user's do, as what ``scripts/demo`` starts does. The others' are
-forked from a process that has imported SGLang (``zygote``), and the one that all share is too."""
-
 
 @pytest.fixture(scope="module", autouse=True)
-def forked(request: pytest.FixtureRequest, zygotes: Zygotes, asynchronous: None) -> Iterator[None]:
-    """Servers of the module come from a zygote, if they may."""
-    if request.module.__name__.rpartition(".")[2] in AS_BY_USERS:
-        yield
-        return
+def forked(zygotes: Zygotes, asynchronous: None) -> Iterator[None]:
+    """Servers come from a process that has imported SGLang (``zygote``). What a user's own start
+    does is seen where scripts and commands are started."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Server, "open_process", staticmethod(by(zygotes)))
         yield
@@ -176,28 +160,32 @@ def stock(
 
 
 @pytest.fixture(scope="module")
-def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """Start servers; what is still running when the module ends is killed."""
-    logs = tmp_path_factory.mktemp("logs")
-    servers: list[Server] = []
-
-    def start(*arguments: str, model_path: Path | None = None) -> Server:
-        log = logs / f"server-{len(servers)}.log"
-        server = Server.start(model_path or model, log, *arguments)
-        servers.append(server)
-        return server
-
-    yield start
-    for server in servers:
+def servers() -> Iterator[list[Server]]:
+    """Of a module; what still runs at its end is killed."""
+    started: list[Server] = []
+    yield started
+    for server in started:
         server.kill()
 
 
 @pytest.fixture(scope="module")
-def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def launch(model: Path, servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    logs = tmp_path_factory.mktemp("logs")
+
+    def start(*arguments: str, model_path: Path | None = None) -> Server:
+        log = logs / f"server-{len(servers)}.log"
+        servers.append(Server.spawn(model_path or model, log, *arguments))
+        servers[-1].wait_until_it_generates()
+        return servers[-1]
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def start(model: Path, servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Start servers side by side: ``start("ab", *flags, a=more_of_a)`` two, each on the directory
-    of its letter. What is still running when the module ends is killed."""
+    of its letter."""
     folder = tmp_path_factory.mktemp("servers")
-    servers: list[Server] = []
 
     def start(
         names: str,
@@ -205,19 +193,16 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         environment: dict[str, str] | None = None,
         **of_each: Sequence[str],
     ) -> list[Server]:
-        started = []
         for name in names:
             log, own = folder / f"{len(servers)}-{name}.log", of_each.get(name, ())
             flags = ("--tier-dir", str(folder / name), *arguments, *own)
-            started.append(Server.spawn(model, log, *flags, environment=environment))
-            servers.append(started[-1])
+            servers.append(Server.spawn(model, log, *flags, environment=environment))
+        started = servers[-len(names) :]
         for server in started:
             server.wait_until_it_generates()
         return started
 
-    yield start
-    for server in servers:
-        server.kill()
+    return start
 
 
 class Disk:
