@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from conftest import ALWAYS, Disk, Launch, aligned, ask, make_prompts
+from conftest import ALWAYS, PAGE, Disk, Launch, aligned, ask, make_prompts
 from kit.waiting import eventually
 from server_process import Server
+from sglang_tiered.integration.identity.tenants import tenant_digest
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -22,6 +23,7 @@ PROMPT, OTHER = make_prompts(21, 2, LENGTH)
 (SLOW,) = make_prompts(23, 1, LENGTH)
 FLAGS = ("--max-total-tokens", "4096", "--tier-host-bytes", "26MiB", *ALWAYS)
 WAIT_S = 60.0
+DIGEST = tenant_digest("acme", "s3cret").hex()
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +49,21 @@ def make_cold(server: Server, prompt: list[int], **tenant: str) -> list[int]:
     return list(expected)
 
 
-def prefetch(server: Server, prompt: list[int], **more: Any) -> tuple[int, Any]:
-    return ask(server, "/tier/prefetch", {"input_ids": prompt, **more})
-
-
 def test_hinted_conversation_is_hit_in_host_memory(server: Server) -> None:
-    tenant = {"extra_key": "acme", "cache_salt": "s"}
+    tenant = {"extra_key": "acme", "cache_salt": "s3cret"}
     expected = make_cold(server, PROMPT, **tenant)
-    assert prefetch(server, PROMPT)[1]["num_loading"] == 0, "another tenant's"
+    assert ask(server, "/tier/prefetch", {"input_ids": PROMPT})[1]["num_loading"] == 0, (
+        "another tenant's"
+    )
     whole = {"num_tokens": LENGTH, "num_in_memory": LENGTH, "num_loading": 0}
-    assert prefetch(server, PROMPT, wait_s=30, **tenant) == (200, whole)
+    hint = {"input_ids": PROMPT, "wait_s": 30, **tenant}
+    assert ask(server, "/tier/prefetch", hint) == (200, whole)
     assert ask(server, "/tier/residency", {"input_ids": PROMPT, **tenant})[1]["host"] == LENGTH
     answer = server.generate(PROMPT, **tenant)
     assert answer.output_ids == expected
+    counted = ask(server, "/tier/tenants")[1]
+    assert {row["num_pages"] for row in counted if row["tenant"] == DIGEST} == {LENGTH // PAGE}
+    assert "s3cret" not in json.dumps(counted)
     assert (answer.cached["host"], answer.cached["storage"]) == (aligned(LENGTH), 0)
     assert server.tier_state()["hints_ended:loaded"] == 1
 
