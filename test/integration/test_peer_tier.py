@@ -1,6 +1,6 @@
 """Servers that fetch pages from each other: what one computed another goes on with; a server that
 hangs costs hits and nothing else, a Redis that dies nothing; what is purged on one is gone on all.
-Real servers that find each other by name, or in a real Redis, and no bucket."""
+"""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from redis_server import RedisServer
 
 from conftest import ALWAYS, PAGE, SMALL, Start, aligned, ask, make_prompts, residency, until
 from server_process import Server, free_ports
-from sglang_tiered.sharing.membership import read_record
-from sglang_tiered.sharing.serving import Role
 from sglang_tiered.wire.keys import PEER, make_keys
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -67,8 +65,7 @@ def compute(server: Server, prompts: list[list[int]], **whose: str) -> list[list
 
 
 class TestLife:
-    """In this order: B goes on with what A computed, a tenant is purged, A hangs, the Redis dies
-    and comes back."""
+    """In this order: B goes on with what A computed, A hangs, the Redis dies and comes back."""
 
     opened: dict[str, list[list[int]]] = {}
 
@@ -85,7 +82,6 @@ class TestLife:
         assert sum(answer.cached["storage"] for answer in again) >= 0.97 * wanted
         fetched = b.tier_state()["loaded_pages:peer"]
         assert fetched * PAGE >= 0.97 * wanted, "they came from elsewhere"
-        assert a.tier_state()["peer_served_pages"] >= fetched
         assert a.tier_state()["copied_from_memory_pages"] > 0, "all were read from NVMe"
         for prompt, first, whole in zip(
             MOVED[:2], self.opened["moved"], uninterrupted, strict=False
@@ -93,64 +89,12 @@ class TestLife:
             resumed = b.generate(prompt + first, 2 * NUM_NEW)
             assert first + resumed.output_ids == whole
 
-    def test_fetched_pages_are_kept_and_served_again(self, pair: list[Server]) -> None:
-        a, b = pair
+        # What was fetched is kept, and served again.
         for prompt in MOVED:
             until(lambda p=prompt: residency(b, p)["nvme"] >= aligned(LENGTH), "not kept")
             until(lambda p=prompt: residency(a, p)["peer"] >= aligned(LENGTH), "not told")
-        assert b.tier_state()["promoted_pages:peer"] > 0
-
-    def test_no_password_is_shown_anywhere(self, pair: list[Server]) -> None:
         for server in pair:
-            shown = json.dumps(server.request("/server_info")) + server.log
-            assert PASSWORD not in shown
-            assert "  peers   those named in redis://" in server.log
-
-    def test_redis_alone_leads_to_every_servers_costs(
-        self, pair: list[Server], redis: RedisServer
-    ) -> None:
-        found = {}
-        for key in redis.client.scan_iter("sgt2:*:server:*"):
-            server = key.decode().rpartition(":")[2]
-            record = read_record(redis.client.get(key))
-            assert record is not None
-            serving = record.serving
-            assert serving is not None
-            assert (serving.role, serving.rank, serving.bootstrap_port) == (Role.AGGREGATED, 0, 0)
-            found[serving.url] = server
-        assert set(found) == {server.url for server in pair}
-        records = [ask(server, "/tier/costs")[1]["ranks"][0] for server in pair]
-        assert [record["server"] for record in records] == [found[server.url] for server in pair]
-        assert len({record["namespace"] for record in records}) == 1
-        assert all(record["tiers"]["peer"]["healthy"] for record in records)
-        assert records[1]["tiers"]["peer"]["observed"] > 0
-
-    def test_purge_on_one_server_reaches_the_other(self, pair: list[Server]) -> None:
-        a, b = pair
-
-        def is_held(server: Server, prompt: list[int]) -> bool:
-            return any(held(server, prompt, **TENANT).values())
-
-        expected = compute(a, OWNED, **TENANT)
-        wait_for_peers(b, OWNED, **TENANT)
-        assert residency(b, OWNED[0])["peer"] == 0, "another tenant's"
-        # One of them is kept by B, the other is known to it.
-        assert b.generate(OWNED[0], NUM_NEW, **TENANT).output_ids == expected[0]
-        until(lambda: residency(b, OWNED[0], **TENANT)["nvme"] >= aligned(LENGTH), "not kept")
-        until(lambda: residency(a, OWNED[0], **TENANT)["peer"] >= aligned(LENGTH), "not told")
-        code, report = ask(a, "/tier/purge", TENANT)
-        assert (code, report["durable"]) == (200, True), report
-        assert a.generate(OWNED[0], 1, **TENANT).num_cached == 0, "fetched from B, that just purged"
-        for prompt in OWNED[1:]:  # that one is not computed again
-            for server in (a, b):
-                until(lambda s=server, p=prompt: not is_held(s, p), "it is still held")
-        assert b.tier_state()["peer_purges:applied"] >= 1
-        assert a.tier_state()["peer_purges:told"] >= 1
-        for server in (a, b):
-            assert not is_held(server, OWNED[1]), "it came back"
-        assert residency(b, MOVED[0])["nvme"] >= aligned(LENGTH), "others' pages went too"
-        assert compute(b, OWNED[1:], **TENANT) == expected[1:]
-        assert b.generate(OWNED[0], NUM_NEW, **TENANT).output_ids == expected[0]
+            assert PASSWORD not in json.dumps(server.request("/server_info")) + server.log
 
     def test_a_server_that_hangs_never_stalls_the_scheduler(self, pair: list[Server]) -> None:
         """Stopped, so that its connections stay open and nothing answers."""
@@ -216,19 +160,23 @@ def test_each_rank_is_a_peer_and_all_purge(
     assert record["keyed"] and record["always_loads"] and record["prefill"]["observed"] > 0
     wait_for_peers(b, MOVED)
     wait_for_peers(b, OWNED, **TENANT)
+    assert residency(b, OWNED[0])["peer"] == 0, "another tenant's"
     answers = b.generate_all(MOVED, concurrency=4, num_new=NUM_NEW)
     assert [answer.output_ids for answer in answers] == expected["moved"]
     cached = sum(answer.cached["storage"] for answer in answers)
     assert cached >= 0.97 * aligned(LENGTH) * len(MOVED)
+    # One of them is kept by B, the other is known to it.
     assert b.generate(OWNED[0], NUM_NEW, **TENANT).output_ids == expected["owned"][0]
+    until(lambda: residency(a, OWNED[0], **TENANT)["peer"] >= aligned(LENGTH), "not told")
     with ThreadPoolExecutor(1) as pool:  # while B works
         busy = pool.submit(b.generate_all, COLD, concurrency=2, num_new=64)
         assert ask(a, "/tier/purge", TENANT)[1]["durable"]
-        for prompt in OWNED:
-            until(lambda p=prompt: not any(held(b, p, **TENANT).values()), "B still holds it")
+        assert a.generate(OWNED[0], 1, **TENANT).num_cached == 0, "fetched from B, that just purged"
+        until(lambda: not any(held(b, OWNED[1], **TENANT).values()), "B still holds it")
         busy.result(120)
-    assert compute(b, OWNED, **TENANT) == expected["owned"]
+    assert compute(b, OWNED[1:], **TENANT) == expected["owned"][1:]
+    assert b.generate(OWNED[0], NUM_NEW, **TENANT).output_ids == expected["owned"][0]
     a.kill()
     again = b.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
     assert [answer.output_ids for answer in again] == expected["moved"]
-    b.kill()
+    assert sum(answer.num_cached for answer in again) >= 0.9 * cached, "others' pages went too"
