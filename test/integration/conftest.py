@@ -3,7 +3,6 @@ where they can be."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import platform_process
 import pytest
 import report
+from disks import Disk
 
 from kit.openapi import check_answer
 from kit.small_model import write_small_model
@@ -205,40 +205,12 @@ def start(model: Path, servers: list[Server], tmp_path_factory: pytest.TempPathF
     return start
 
 
-class Disk:
-    """How the NVMe tiers of a module's servers behave, as ``slow_disk`` reads it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.reads, self.writes = folder / "reads", folder / "writes"
-
-    def read_in(self, seconds: float, *failing: str, bytes_per_s: float = 0) -> None:
-        """``failing``: parts of the names of shards whose reads fail."""
-        self._say(self.reads, " ".join([str(seconds), str(bytes_per_s), *failing]))
-
-    def write_at(self, bytes_per_s: float) -> None:
-        self._say(self.writes, str(bytes_per_s))
-
-    def _say(self, file: Path, text: str) -> None:
-        new = file.with_suffix(".new")
-        new.write_text(text)
-        new.replace(file)
-
-    @contextlib.contextmanager
-    def slow(self, seconds: float) -> Iterator[None]:
-        self.read_in(seconds)
-        try:
-            yield
-        finally:
-            self.read_in(0)
-
-
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
     """Of servers that start from now on, which are forked from a zygote: it has ``slow_disk``."""
-    made = Disk(tmp_path_factory.mktemp("disk"))
+    made = Disk(tmp_path_factory.mktemp("disk") / "orders")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLOW_DISK_FILE", str(made.reads))
-        patch.setenv("SLOW_DISK_WRITE_FILE", str(made.writes))
+        patch.setenv("SLOW_DISK_FILE", str(made.file))
         yield made
 
 

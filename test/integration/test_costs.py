@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from disks import Disk
 
-from conftest import Disk, Launch, make_prompts, until
+from conftest import Launch, make_prompts, until
 from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
@@ -48,7 +49,7 @@ def test_slow_disk_is_abandoned_declined_then_used_again(
         assert [server.generate(prompt).output_ids for prompt in PROMPTS] == expected
         return decided(what)
 
-    disk.read_in(10)
+    disk.order(read_s=10)
     server.flush()
     begun = time.monotonic()
     assert server.generate(PROMPTS[0]).output_ids == expected[0]
@@ -56,8 +57,8 @@ def test_slow_disk_is_abandoned_declined_then_used_again(
     assert decided("gave_up") > 0
     server.flush()  # refused while that read still goes on; it must not stop the server
 
-    disk.read_in(5)  # still several times what computing takes
+    disk.order(read_s=5)  # still several times what computing takes
     until(lambda: asked_again("declined"), "slow loads are never declined", 240.0)
-    disk.read_in(0)
+    disk.order()
     loaded = decided("load")
     until(lambda: asked_again("load") > loaded, "a disk that recovered is never used again", 60.0)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import Disk
 
-from conftest import ALWAYS, PAGE, Disk, Launch, aligned, ask, make_prompts
+from conftest import ALWAYS, PAGE, Launch, aligned, ask, make_prompts
 from kit.waiting import eventually
 from server_process import Server
 from sglang_tiered.integration.identity.tenants import tenant_digest
@@ -61,7 +62,7 @@ def test_hinted_conversation_is_hit_in_host_memory(server: Server) -> None:
     assert ask(server, "/tier/residency", {"input_ids": PROMPT, **tenant})[1]["host"] == LENGTH
     answer = server.generate(PROMPT, **tenant)
     assert answer.output_ids == expected
-    counted = ask(server, "/tier/tenants")[1]
+    (counted,) = ask(server, "/tier/tenants")[1]
     assert {row["num_pages"] for row in counted if row["tenant"] == DIGEST} == {LENGTH // PAGE}
     assert "s3cret" not in json.dumps(counted)
     assert (answer.cached["host"], answer.cached["storage"]) == (aligned(LENGTH), 0)

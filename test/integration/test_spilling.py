@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from disks import Disk
 
-from conftest import SMALL, Disk, Launch, aligned, make_prompts, until
+from conftest import SMALL, Launch, aligned, make_prompts, until
 from kit.small_model import write_small_model
 from server_process import Answer, Server
 
@@ -28,7 +29,7 @@ def server(launch: Launch, disk: Disk, tmp_path_factory: pytest.TempPathFactory)
 
 def settle(server: Server, disk: Disk) -> None:
     """No store waits for the disk, and memory is empty."""
-    disk.write_at(0)
+    disk.order()
 
     def is_clean() -> bool:
         state = server.tier_state()
@@ -52,12 +53,12 @@ def test_splitting_and_evicting_waiting_nodes_breaks_nothing(server: Server, dis
         return stem + [source.randrange(32, 127) for _ in range(source.randrange(1, 400))]
 
     for number in range(6):
-        disk.write_at(source.choice([CRAWL, 3e6, 0]))
+        disk.order(write_bytes_s=source.choice([CRAWL, 3e6, 0]))
         prompts = [prompt() for _ in range(24)]
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda each: server.generate(each, num_new=2), prompts))
         if number % 2:
-            disk.write_at(0)
+            disk.order()
             server.flush()
     settle(server, disk)
     assert server.tier_state()["host_dirty_pages"] == 0
@@ -69,14 +70,14 @@ def test_release_and_weight_update_with_stores_waiting(
 ) -> None:
     """SGLang ended its scheduler, or kept the KV of the weights before in memory."""
     prompts = make_prompts(9, 12, LENGTH)
-    disk.write_at(CRAWL)
+    disk.order(write_bytes_s=CRAWL)
     expected = outputs(server.generate_all(prompts))
     server.request("/release_memory_occupation", {"tags": ["kv_cache"]})
     server.request("/resume_memory_occupation", {"tags": ["kv_cache"]})
     assert outputs(server.generate_all(prompts)) == expected
     other = write_small_model(tmp_path / "other", seed=1)
     for weights in (other, model):
-        disk.write_at(CRAWL)
+        disk.order(write_bytes_s=CRAWL)
         server.request("/pause_generation", {"mode": "retract"})
         update = {"model_path": str(weights), "flush_cache": True}
         assert server.request("/update_weights_from_disk", update)["success"]

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from disks import Disk
 
-from conftest import ALWAYS, Disk, Launch, aligned, ask, make_prompts
+from conftest import ALWAYS, Launch, aligned, ask, make_prompts
 from kit.promtool import check_metrics
 from kit.scrapes import by_rank
 from server_process import Answer, Server
@@ -64,7 +65,7 @@ def see_sick_rank(server: Server, disk: Disk, expected: list[list[int]]) -> str:
     loads = by_rank(text, "load_duration_seconds_count", tier="nvme")
     assert set(loads) == {"0", "1"} and min(loads.values()) > 0
 
-    disk.read_in(0, "shard-tp1of2")
+    disk.order(failing=["shard-tp1of2"])
     while by_rank(text, "tier_healthy", tier="nvme") != {"0": 1.0, "1": 0.0}:
         assert time.monotonic() < deadline, "the failing disk of one rank is not seen"
         server.flush()
@@ -144,7 +145,7 @@ def test_ranks_compute_both_ends_alike(
 ) -> None:
     """A slow disk of each rank: what one of them is sooner done with must not decide alone."""
     expected = outputs(stock.generate_all(LONG_PROMPTS))
-    disk.read_in(0)
+    disk.order()
     monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
     server = launch(
         *("--tp", "2", "--max-total-tokens", "4096", "--tier-host-bytes", "40MiB"),
@@ -157,10 +158,10 @@ def test_ranks_compute_both_ends_alike(
         # Loading a prompt takes as long as computing it takes on this machine now.
         prompts_per_s = state["prefill_tokens_per_second"] / LONG_LENGTH
         prompt_bytes = state["tier_held_bytes:nvme"] / len(LONG_PROMPTS)
-        disk.read_in(0, bytes_per_s=prompts_per_s * prompt_bytes)
+        disk.order(read_bytes_s=prompts_per_s * prompt_bytes)
         server.flush()
         assert outputs(server.generate_all(LONG_PROMPTS, concurrency=1)) == expected
-    disk.read_in(0)
+    disk.order()
     server.flush()  # refused while anything is locked or under way
     assert outputs(server.generate_all(LONG_PROMPTS, concurrency=3)) == expected
     server.kill()

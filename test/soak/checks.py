@@ -14,8 +14,6 @@ from life import Life, Violation
 from operator_actions import flush_until_empty
 from rest import drained
 
-__all__ = ["Resources", "at_rest", "leaves_nothing"]
-
 NUM_PROBES = 3
 SLACK_THREADS, SLACK_DESCRIPTORS = 8, 32
 GAUGES = (
@@ -44,7 +42,8 @@ class Resources:
 
     def check(self, life: Life) -> None:
         for role, server in life.world.servers.items():
-            num_files = len(life.world.region_files(role))
+            regions = (life.world.folder / f"kv-{role}").rglob("region-*.kv")
+            num_files = len(list(regions))
             parent = psutil.Process(server.process.pid)
             for process in [parent, *parent.children(recursive=True)]:
                 now = process.num_threads(), process.num_fds() - num_files
@@ -90,39 +89,22 @@ def gives_everything_up(life: Life, source: random.Random) -> None:
     life.until(missing, "schedulers did not come to rest")
 
 
-def leaves_nothing(life: Life) -> None:
-    """Servers that share pages are stopped. SGLang itself leaves the names of its sockets, and the
-    metrics of servers that were killed."""
-    if life.world.setup.topology != "peers":
-        return
-    left = [one for role in life.world.servers for one in life.world.stop(role)]
-    files = [path for path in life.world.temporary.rglob("*") if path.is_file()]
-    left += [str(path) for path in files if path.stat().st_size and path.suffix != ".db"]
-    if left:
-        raise Violation(f"left behind: {left}")
-
-
 def left_over(life: Life) -> dict[str, Any]:
     """What is under way, or ill."""
     left: dict[str, Any] = {}
-    for role, state in life.world.states().items():
+    for role, server in life.world.servers.items():
+        (state, *_) = server.request("/server_info")["internal_states"]
         tiers = state["sglang_tiered"]
         left |= {f"{role} {name}": tiers[name] for name in GAUGES if tiers.get(name)}
         for name in ("tier_healthy:nvme", "tier_healthy:object", "tier_healthy:peer"):
             if tiers.get(name, 1) != 1:
                 left[f"{role} {name}"] = tiers.get(name.replace("healthy", "unhealthy_because"))
-        rooms = state.get("sglang_tiered_transfer", {}).get("transfer_rooms", 0)
-        if rooms:
+        if rooms := state.get("sglang_tiered_transfer", {}).get("transfer_rooms", 0):
             left[f"{role} rooms"] = rooms
-        left |= {f"{role} {name}": number for name, number in requests(life, role).items()}
+        text = str(life.world.ask(role, "/metrics").body)
+        asked = re.findall(r"^(sglang:num_(?:running|queue)_reqs)\{[^}]*\} (\S+)$", text, re.M)
+        left |= {f"{role} {name}": value for name, value in asked if float(value)}
     return left
-
-
-def requests(life: Life, role: str) -> dict[str, float]:
-    """SGLang's own gauges of requests that are not zero."""
-    text = str(life.world.ask(role, "/metrics").body)
-    found = re.findall(r"^(sglang:num_(?:running|queue)_reqs)\{[^}]*\} (\S+)$", text, re.MULTILINE)
-    return {name: float(value) for name, value in found if float(value)}
 
 
 def nobody_died(life: Life) -> None:

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["TENANTS", "Asked", "Conversations", "Prompt"]
-
 TENANTS: tuple[dict[str, Any], ...] = (
     {"extra_key": "acme", "cache_salt": "s3cret"},
     {"extra_key": "other"},

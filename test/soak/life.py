@@ -1,5 +1,5 @@
-"""What clients, operator and checks of one server life share: its world, what was asked of it, and
-the record of what was done."""
+"""What clients, operator and checks of one server life share: its servers, what was asked of them,
+and the record of what was done."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conversations import Asked, Conversations
-from world import DEADLINE_S, Traffic
+from world import DEADLINE_S
 
 if TYPE_CHECKING:
-    from answers import Answers
+    from clients import Answers
     from world import World
-
-__all__ = ["Life", "Record", "Violation"]
 
 NUM_RECENT = 60
 LOOK_S = 0.1
@@ -46,14 +44,45 @@ class Record:
         with self._lock:
             self.recent.append(f"{time.monotonic() - self.began:8.2f} s  {what}")
 
-    def total(self, group: str) -> int:
+    def say(self, line: str) -> None:
         with self._lock:
-            return sum(self.counts.get(group, Counter()).values())
+            totals = {group: counted.total() for group, counted in self.counts.items()}
+        print(f"{time.strftime('%H:%M:%S')} {line} {totals}", flush=True)
 
-    def told(self, group: str) -> str:
-        with self._lock:
-            counted = sorted(self.counts.get(group, Counter()).items())
-        return ", ".join(f"{name} {number}" for name, number in counted) or "none"
+
+class Traffic:
+    """Lets requests through, or waits until none is under way."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_open, self._active = True, 0
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._is_open, 2 * DEADLINE_S), "never let in"
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._active -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def closed(self, *, waits: bool) -> Iterator[None]:
+        """No request begins, and where it waits none is under way."""
+        with self._changed:
+            self._is_open = False
+            if waits:
+                ended = self._changed.wait_for(lambda: not self._active, DEADLINE_S)
+                assert ended, f"{self._active} requests do not end"
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_open = True
+                self._changed.notify_all()
 
 
 @dataclass
@@ -70,7 +99,6 @@ class Life:
     errors: list[BaseException] = field(default_factory=list)
     weights: str = "first"
     num_updates: int = 0  # begun and ended, so an odd number is under way
-    num_mixing: int = 0  # updates that requests go on behind
     _num_disturbing: int = 0
     _disturbed_at: float = 0.0
 

@@ -1,10 +1,15 @@
-"""What an operator asks of servers under load: purges, flushes, pauses, weights, memory."""
+"""What an operator asks of servers under load, and what befalls them: erasures, flushes, pauses,
+weights, memory; disks that are slow, full or lie, and ends without a warning."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import random
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conversations import TENANTS, Prompt
@@ -15,11 +20,32 @@ if TYPE_CHECKING:
 
     from prefill_decode import Reply
 
-__all__ = ["ACTIONS", "everywhere", "expect", "flush_until_empty"]
+NUM_LOOKS = 4
+FLIP_EVERY_BYTES = 400_000
+CHECKPOINT_CAP = 1 << 30  # of an NVMe tier that evicts nothing of what a life stores
+MAX_PAUSES_S = (0.5, 2.0, 5.0)
+"""Between two things; one for a round."""
 
-LOOK_S = 0.05
-NUM_LOOKS = 5
-"""So many conversations of a tenant are looked for."""
+
+class Operator(threading.Thread):
+    """Acts until the round ends: one thing after the other, drawn at random."""
+
+    def __init__(self, life: Life, seed: str) -> None:
+        super().__init__(name=f"operator-{seed}", daemon=True)
+        self._life, self._source = life, random.Random(seed)
+
+    def run(self) -> None:
+        life, source = self._life, self._source
+        longest_s = source.choice(MAX_PAUSES_S)
+        names = [name for name, (_, _, can_be) in ACTIONS.items() if can_be(life)]
+        try:
+            while not life.ends.wait(source.uniform(0.0, longest_s)):
+                name = source.choices(names, [ACTIONS[one][0] for one in names])[0]
+                life.record.did(f"{name} ...")
+                life.record.did(f"{name}: {ACTIONS[name][1](life, source)}")
+                life.record.count("actions", name)
+        except BaseException as error:  # the round raises it again
+            life.fail(error)
 
 
 def expect(reply: Reply, *statuses: int) -> Reply:
@@ -34,57 +60,55 @@ def everywhere(life: Life, path: str, body: Any, *statuses: int) -> str:
     return ", ".join(str(reply.status) for reply in replies)
 
 
+def of(prompt: Prompt, **more: Any) -> dict[str, Any]:
+    return {"input_ids": prompt.tokens, **TENANTS[prompt.tenant], **more}
+
+
 def flush_until_empty(life: Life) -> None:
     """While nothing new comes."""
-    life.until(
-        lambda: any(
-            life.world.ask(role, "/flush_cache", {}).status != 200 for role in life.world.servers
-        ),
-        "refuses to flush",
-    )
+
+    def refused() -> list[str]:
+        servers = life.world.servers
+        return [r for r in servers if life.world.ask(r, "/flush_cache", {}).status != 200]
+
+    life.until(refused, "refuses to flush")
 
 
-# ---- What leaves the server as it is ----
+# ---- Erasures ----
+
+
+def erase(life: Life, source: random.Random, how: str, prompt: Prompt | None) -> str:
+    """On every server; of those that share pages one tells the others. ``how``: a forget of the
+    prompt, a purge of its tenant, or of everything."""
+    tenant = source.randrange(len(TENANTS)) if prompt is None else prompt.tenant
+    tenants = range(len(TENANTS)) if how == "everything" else [tenant]
+    began = {one: life.asked.erasure_begins(one) for one in tenants}
+    tokens, path, body = None, "/tier/purge", TENANTS[tenant]
+    if how == "forget":
+        assert prompt is not None
+        tokens, path, body = prompt.tokens, "/tier/forget", of(prompt)
+    elif how == "everything":
+        body = {"all": True}
+    if shares(life):
+        role = source.choice(sorted(life.world.servers))
+        told = f"{role} {expect(life.world.ask(role, path, body), 200, 503).status}"
+    else:
+        told = everywhere(life, path, body, 200, 503)
+    for one in tenants if "503" not in told else ():
+        life.asked.erased(one, began[one], tokens)
+    return told
 
 
 def purge_tenant(life: Life, source: random.Random) -> str:
-    tenant = source.randrange(len(TENANTS))
-    return _purge(life, source, [tenant], TENANTS[tenant])
+    return erase(life, source, "purge", None)
 
 
 def purge_everything(life: Life, source: random.Random) -> str:
-    return _purge(life, source, list(range(len(TENANTS))), {"all": True})
+    return erase(life, source, "everything", None)
 
 
-def forget(life: Life, source: random.Random) -> str:
-    prompt = life.conversations.any_held(source)
-    return "nothing to name" if prompt is None else _forget(life, source, prompt)
-
-
-def _purge(life: Life, source: random.Random, tenants: list[int], whom: dict[str, Any]) -> str:
-    began = {tenant: life.asked.erasure_begins(tenant) for tenant in tenants}
-    told = _erase(life, source, "/tier/purge", whom)
-    if "503" not in told:
-        for tenant in tenants:
-            life.asked.erased(tenant, began[tenant])
-    return told
-
-
-def _forget(life: Life, source: random.Random, prompt: Prompt) -> str:
-    began = life.asked.erasure_begins(prompt.tenant)
-    body = {"input_ids": prompt.tokens, **TENANTS[prompt.tenant]}
-    told = _erase(life, source, "/tier/forget", body)
-    if "503" not in told:
-        life.asked.erased(prompt.tenant, began, prompt.tokens)
-    return told
-
-
-def _erase(life: Life, source: random.Random, path: str, body: dict[str, Any]) -> str:
-    """On every server; of those that share pages one tells the others."""
-    if not shares(life):
-        return everywhere(life, path, body, 200, 503)
-    role = source.choice(sorted(life.world.servers))
-    return f"{role} {expect(life.world.ask(role, path, body), 200, 503).status}"
+def forget(life: Life, source: random.Random, prompt: Prompt) -> str:
+    return erase(life, source, "forget", prompt)
 
 
 def erase_and_look(life: Life, source: random.Random) -> str:
@@ -101,19 +125,10 @@ def erase_for_good(life: Life, source: random.Random) -> tuple[str, list[Prompt]
     if prompt is None:
         return "nothing to name", []
     how = source.choice(["forget", "forget", "purge", "everything"])
-    life.until(lambda: "503" in _erase_once(life, source, how, prompt), f"{how} is not done")
+    life.until(lambda: "503" in erase(life, source, how, prompt), f"{how} is not done")
     tenants = range(len(TENANTS)) if how == "everything" else [prompt.tenant]
     gone = [one for tenant in tenants for one in life.conversations.of(tenant)]
     return how, [prompt] if how == "forget" else gone[:NUM_LOOKS]
-
-
-def _erase_once(life: Life, source: random.Random, how: str, prompt: Prompt) -> str:
-    if how == "forget":
-        return _forget(life, source, prompt)
-    tenant = prompt.tenant
-    if how == "purge":
-        return _purge(life, source, [tenant], TENANTS[tenant])
-    return _purge(life, source, list(range(len(TENANTS))), {"all": True})
 
 
 def is_nowhere(life: Life, prompts: list[Prompt], late: str = "") -> None:
@@ -123,8 +138,7 @@ def is_nowhere(life: Life, prompts: list[Prompt], late: str = "") -> None:
         found = {}
         for role in life.world.servers:
             for prompt in prompts:
-                body = {"input_ids": prompt.tokens, **TENANTS[prompt.tenant]}
-                held = expect(life.world.ask(role, "/tier/residency", body), 200).body
+                held = expect(life.world.ask(role, "/tier/residency", of(prompt)), 200).body
                 here = any(held.get(tier) for tier in ("device", "host", "nvme", "object"))
                 if here and role != late:
                     raise Violation(f"{role} holds what was erased: {held}")
@@ -135,6 +149,9 @@ def is_nowhere(life: Life, prompts: list[Prompt], late: str = "") -> None:
     life.until(known, "is known of what was erased")
 
 
+# ---- What leaves the server as it is ----
+
+
 def flush(life: Life, source: random.Random) -> str:
     return everywhere(life, "/flush_cache", {}, 200, 400)
 
@@ -143,52 +160,36 @@ def clear_storage_backend(life: Life, source: random.Random) -> str:
     return everywhere(life, "/hicache/storage-backend/clear", {}, 200, 400)
 
 
-def checkpoint(life: Life, source: random.Random) -> str:
-    prompt = life.conversations.any_held(source)
-    if prompt is None:
-        return "nothing to name"
-    body = {"input_ids": prompt.tokens, **TENANTS[prompt.tenant]}
-    return everywhere(life, "/tier/checkpoint", body, 200, 503)
+def checkpoint(life: Life, source: random.Random, prompt: Prompt) -> str:
+    return everywhere(life, "/tier/checkpoint", of(prompt), 200, 503)
 
 
-def hint(life: Life, source: random.Random) -> str:
-    """Conversations are announced that may or may not come."""
-    told = []
-    for _ in range(source.randrange(1, 4)):
+def hint(life: Life, source: random.Random, prompt: Prompt) -> str:
+    """A conversation is announced that may or may not come."""
+    body = of(prompt, wait_s=source.choice([0, 0, 0.5]))
+    return everywhere(life, "/tier/prefetch", body, 200, 202, 503)
+
+
+def look_around(life: Life, source: random.Random, prompt: Prompt) -> str:
+    everywhere(life, "/tier/tenants", None, 200)
+    return everywhere(life, "/tier/residency", of(prompt), 200)
+
+
+def named(action: Callable[..., str]) -> Callable[[Life, random.Random], str]:
+    """An action on a conversation that was held."""
+
+    def act(life: Life, source: random.Random) -> str:
         prompt = life.conversations.any_held(source)
-        if prompt is not None:
-            body = {"input_ids": prompt.tokens, "wait_s": source.choice([0, 0, 0.5])}
-            body |= TENANTS[prompt.tenant]
-            told.append(everywhere(life, "/tier/prefetch", body, 200, 202, 503))
-    return "; ".join(told) or "nothing to name"
+        return "nothing to name" if prompt is None else action(life, source, prompt)
 
-
-def look_around(life: Life, source: random.Random) -> str:
-    prompt = life.conversations.any_held(source)
-    told = everywhere(life, "/tier/tenants", None, 200)
-    if prompt is not None:
-        body = {"input_ids": prompt.tokens, **TENANTS[prompt.tenant]}
-        told += " " + everywhere(life, "/tier/residency", body, 200)
-    return told
+    return act
 
 
 def abort_everything(life: Life, source: random.Random) -> str:
     role = source.choice(sorted(life.world.servers))
     with life.disturbance():
-        reply = expect(life.world.ask(role, "/abort_request", {"rid": "", "abort_all": True}), 200)
-    return f"{role} {reply.status}"
-
-
-# ---- Pauses ----
-
-
-@contextlib.contextmanager
-def paused(life: Life, mode: str, role: str) -> Iterator[None]:
-    expect(life.world.ask(role, "/pause_generation", {"mode": mode}), 200)
-    try:
-        yield
-    finally:
-        expect(life.world.ask(role, "/continue_generation", {}), 200)
+        reply = life.world.ask(role, "/abort_request", {"rid": "", "abort_all": True})
+        return f"{role} {expect(reply, 200).status}"
 
 
 def pause(life: Life, source: random.Random) -> str:
@@ -196,37 +197,26 @@ def pause(life: Life, source: random.Random) -> str:
     is_pair = life.world.pair is not None
     mode = "in_place" if is_pair else source.choice(["in_place", "retract", "abort"])
     role = source.choice(sorted(life.world.servers))
-    with contextlib.ExitStack() as stack:
-        if mode == "abort":
-            stack.enter_context(life.disturbance())
-        stack.enter_context(paused(life, mode, role))
-        told = mode
-        if source.random() < 0.6:
-            meanwhile = source.choice([flush, purge_tenant, look_around])
-            told += f", {meanwhile.__name__} {meanwhile(life, source)}"
-        life.ends.wait(source.uniform(0.0, 1.0))
-    return told
+    with life.disturbance() if mode == "abort" else contextlib.nullcontext():
+        expect(life.world.ask(role, "/pause_generation", {"mode": mode}), 200)
+        try:
+            meanwhile = source.choice([flush, purge_tenant, named(look_around), None])
+            told = meanwhile(life, source) if meanwhile else "nothing"
+            life.ends.wait(source.uniform(0.0, 1.0))
+        finally:
+            expect(life.world.ask(role, "/continue_generation", {}), 200)
+    return f"{mode}, meanwhile {told}"
 
 
-# ---- Weights ----
+# ---- Weights and memory ----
 
 
 def update_weights(life: Life, source: random.Random) -> str:
     """SGLang lets what runs end first."""
-    return _update(life, source.choice(sorted(life.models)), "server")
-
-
-def update_weights_of_paused(life: Life, source: random.Random) -> str:
-    """What had begun goes on with the other weights."""
-    life.num_mixing += 1
-    with paused(life, "retract", "server"):
-        return _update(life, source.choice(sorted(life.models)), "server")
-
-
-def _update(life: Life, name: str, role: str) -> str:
+    name = source.choice(sorted(life.models))
     life.num_updates += 1
     body = {"model_path": str(life.models[name]), "flush_cache": True}
-    reply = life.world.ask(role, "/update_weights_from_disk", body)
+    reply = life.world.ask("server", "/update_weights_from_disk", body)
     life.weights = name
     life.num_updates += 1
     # SGLang answers 400 where it could not flush; the weights are new all the same.
@@ -236,27 +226,97 @@ def _update(life: Life, name: str, role: str) -> str:
     return f"{name} {reply.status}"
 
 
-# ---- Memory ----
-
-
 def release_and_resume(life: Life, source: random.Random) -> str:
     """Of an idle server, as SGLang asks for."""
     with life.traffic.closed(waits=True):
-        return _release_and_resume(life, source)
+        flush_until_empty(life)
+        tags = source.choice([{}, {"tags": ["kv_cache"]}])
+        told = everywhere(life, "/release_memory_occupation", tags, 200)
+        if source.random() < 0.5:
+            told += f", purge {purge_tenant(life, source)}"
+        return f"{told}, resumed {everywhere(life, '/resume_memory_occupation', tags, 200)}"
 
 
-def release_paused_and_resume(life: Life, source: random.Random) -> str:
-    with paused(life, "retract", "server"):
-        return _release_and_resume(life, source)
+# ---- What befalls them ----
 
 
-def _release_and_resume(life: Life, source: random.Random) -> str:
-    flush_until_empty(life)
-    tags = source.choice([{}, {"tags": ["kv_cache"]}])
-    told = everywhere(life, "/release_memory_occupation", tags, 200)
-    if source.random() < 0.5:
-        told += f", purge {purge_tenant(life, source)}"
-    return f"{told}, resumed {everywhere(life, '/resume_memory_occupation', tags, 200)}"
+def sick_disk(life: Life, source: random.Random) -> str:
+    orders = source.choice(
+        [
+            {"read_s": source.choice([0.05, 0.3, 2.0])},
+            {"write_bytes_s": source.choice([300e3, 3e6])},
+            {"errno": source.choice([errno.ENOSPC, errno.EIO])},
+        ]
+    )
+    life.world.disk.order(**orders)
+    life.ends.wait(source.uniform(0.5, 6.0))
+    life.world.disk.order()
+    return str(orders)
+
+
+def flipped_bytes(life: Life, source: random.Random) -> str:
+    role = source.choice(sorted(life.world.servers))
+    return f"{role}: {_flip(life.world.stored_files(role), source)} flipped"
+
+
+def _flip(files: list[Path], source: random.Random) -> int:
+    """Under a running server or not; a file that goes away meanwhile is no matter."""
+    number = 0
+    for path in files:
+        with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as file:
+            first = source.randrange(FLIP_EVERY_BYTES)
+            for offset in range(first, path.stat().st_size, FLIP_EVERY_BYTES):
+                if byte := os.pread(file.fileno(), 1, offset):
+                    os.pwrite(file.fileno(), bytes([byte[0] ^ 0x10]), offset)
+                    number += 1
+    return number
+
+
+def kill_and_restart(life: Life, source: random.Random) -> str:
+    role = source.choice(sorted(life.world.servers))
+    damage = source.choice(["", "", "flipped", "lost", "cut"])
+    promised = _promise(life, source, role) if not damage else None
+    with life.disturbance(), life.traffic.closed(waits=False):
+        life.world.servers[role].kill()
+        life.num_updates += 2
+        life.weights = "first"
+        files = life.world.stored_files(role)
+        if damage == "flipped":
+            _flip(files, source)
+        elif damage and files:
+            victim = source.choice(files)
+            victim.unlink() if damage == "lost" else os.truncate(
+                victim, source.randrange(victim.stat().st_size)
+            )
+        life.world.restart(role)
+        if promised is not None:
+            found = expect(life.world.ask(role, "/tier/residency", of(promised)), 200).body
+            page = life.world.setup.page
+            if found["nvme"] < len(promised.tokens) // page * page:
+                raise Violation(f"{role} lost a checkpoint of {len(promised.tokens)}: {found}")
+    return f"{role}, files {damage or 'as they were'}{', a checkpoint kept' if promised else ''}"
+
+
+def _promise(life: Life, source: random.Random, role: str) -> Prompt | None:
+    """A prefix that the server calls durable, where its tier takes what it is given."""
+    prompt = life.conversations.any_held(source)
+    if prompt is None or life.weights != "first" or life.world.setup.nvme_bytes < CHECKPOINT_CAP:
+        return None
+    reply = life.world.ask(role, "/tier/checkpoint", of(prompt, tier="nvme"))
+    return prompt if expect(reply, 200, 503).status == 200 else None
+
+
+def stop_and_restart(life: Life, source: random.Random) -> str:
+    """Whoever was down learns what was erased meanwhile."""
+    role = source.choice(sorted(life.world.servers))
+    with life.disturbance(), life.traffic.closed(waits=True):
+        down = life.world.servers.pop(role)
+        down.stop()
+        how, gone = erase_for_good(life, source)
+        life.world.servers[role] = down
+        life.world.restart(role)
+        is_nowhere(life, gone, late=role)
+    return f"{role}, {how} meanwhile"
 
 
 def always(life: Life) -> bool:
@@ -278,18 +338,20 @@ def forgets(life: Life) -> bool:
 ACTIONS: dict[str, tuple[float, Callable[[Life, random.Random], str], Callable[[Life], bool]]] = {
     "purge of a tenant": (2, purge_tenant, always),
     "purge of everything": (0.5, purge_everything, always),
-    "forget": (2, forget, forgets),
+    "forget": (2, named(forget), forgets),
     "erasure that is looked for": (2, erase_and_look, shares),
     "flush": (2, flush, always),
     "clear of the storage backend": (0.5, clear_storage_backend, always),
-    "checkpoint": (2, checkpoint, always),
-    "hint": (3, hint, always),
-    "look around": (1, look_around, always),
+    "checkpoint": (2, named(checkpoint), always),
+    "hint": (3, named(hint), always),
+    "look around": (1, named(look_around), always),
     "abort of everything": (0.5, abort_everything, always),
     "pause": (1.5, pause, always),
     "update of weights": (1, update_weights, alone),
-    "update of weights while paused": (0.7, update_weights_of_paused, alone),
     "release of memory": (0.7, release_and_resume, always),
-    "release of memory while paused": (0.5, release_paused_and_resume, alone),
+    "sick disk": (2, sick_disk, always),
+    "flipped bytes": (0.7, flipped_bytes, always),
+    "kill and restart": (0.35, kill_and_restart, always),
+    "stop, erasure and restart": (0.35, stop_and_restart, shares),
 }
 """By name: how often, what is done, and where it can be."""

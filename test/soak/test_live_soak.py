@@ -18,14 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from answers import Answers
-from checks import Resources, at_rest, leaves_nothing
-from clients import Client
+from checks import Resources, at_rest
+from clients import Answers, Client
 from life import Life, Record, Violation
-from operator_thread import Operator
-from progress import say, summary
-from setups import TOPOLOGIES, draw
-from world import DEADLINE_S, World
+from operator_actions import Operator
+from world import DEADLINE_S, TOPOLOGIES, Setup, World
 
 SECONDS = float(os.environ.get("LIVE_SOAK_SECONDS", "0"))
 SEED = int(os.environ.get("SOAK_SEED", "0"))
@@ -57,7 +54,8 @@ def models(tmp_path: Path) -> dict[str, Path]:
 def answers(models: dict[str, Path], tmp_path: Path) -> Iterator[Answers]:
     answers = Answers(models, tmp_path)
     yield answers
-    answers.close()
+    for server in answers.servers.values():
+        server.kill()
 
 
 def test_live_servers_answer_right_and_leave_nothing(
@@ -66,31 +64,30 @@ def test_live_servers_answer_right_and_leave_nothing(
     end = time.monotonic() + SECONDS
     source, record = random.Random(SEED), Record()
     place = "start"
-    say(record, f"live soak, seed {SEED}")
+    record.say(f"live soak, seed {SEED}")
     try:
         for number in range(sys.maxsize):
-            kind = ONLY or TOPOLOGIES[number % len(TOPOLOGIES)]
-            setup = draw(source, kind)
+            setup = Setup.draw(source, ONLY or TOPOLOGIES[number % len(TOPOLOGIES)])
             folder = tmp_path / f"life-{number}"
             folder.mkdir()
-            place = f"life {number}: {setup.told()}"
-            say(record, place)
+            place = f"life {number}: {setup}"
+            record.say(place)
             world = World(models["first"], folder, setup, seed=source.randrange(1 << 30))
             try:
                 world.spawn()
-                answers.wait_until_ready()
+                for server in answers.servers.values():
+                    server.wait_until_it_generates()
                 world.wait_until_ready()
                 life = Life(world, answers, record, models)
                 resources = Resources()
                 for turn in range(sys.maxsize if ONLY else ROUNDS_OF_A_LIFE):
-                    place = f"life {number}, round {turn}: {setup.told()}"
+                    place = f"life {number}, round {turn}: {setup}"
                     play(life, f"{SEED}-{number}-{turn}", end)
                     at_rest(life, source, resources)
                     record.count("rounds", setup.topology)
-                    say(record, f"life {number}, round {turn} at rest")
+                    record.say(f"life {number}, round {turn} at rest")
                     if time.monotonic() >= end:
                         break
-                leaves_nothing(life)
                 if time.monotonic() >= end:
                     return
             finally:
@@ -102,8 +99,8 @@ def test_live_servers_answer_right_and_leave_nothing(
             f"seed {SEED}, {place}\nlogs in {tmp_path}\nlast actions:\n{actions}\n{error}"
         ) from error
     finally:
-        record.count("ties", "with stock", answers.num_ties)
-        summary(record)
+        for group, counted in record.counts.items():
+            print(f"{group}: {dict(sorted(counted.items()))}", flush=True)
 
 
 def play(life: Life, seed: str, end: float) -> None:
