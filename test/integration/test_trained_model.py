@@ -25,22 +25,20 @@ QUESTIONS = {
 }
 
 
-def prompts() -> list[str]:
-    """A piece of the licence that was read, and a question, as the model's chat template has it."""
-    text = re.sub(r"\s+", " ", (ROOT / "LICENSE").read_text(encoding="utf-8"))
-    chats = []
-    for number, question in enumerate(QUESTIONS):
-        turns = (
-            ("user", f"Read page {number} of a licence: {text[number * 1500 :][:2600]}"),
-            ("assistant", "I have read it. What is your question?"),
-            ("user", question),
-        )
-        chat = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
-        chats.append(f"{chat}<|im_start|>assistant\n")
-    return chats
-
-
-PROMPTS = prompts()
+LICENCE = re.sub(r"\s+", " ", (ROOT / "LICENSE").read_text(encoding="utf-8"))
+CHAT = """\
+<|im_start|>user
+Read page {number} of a licence: {page}<|im_end|>
+<|im_start|>assistant
+I have read it. What is your question?<|im_end|>
+<|im_start|>user
+{question}<|im_end|>
+<|im_start|>assistant
+"""
+PROMPTS = [
+    CHAT.format(number=number, page=LICENCE[number * 1500 :][:2600], question=question)
+    for number, question in enumerate(QUESTIONS)
+]
 
 
 @pytest.fixture(scope="module")
