@@ -158,18 +158,8 @@ class World:
 
     # ---- Requests ----
 
-    def generate(
-        self, role: str, prompt: list[int], num_new: int, patience_s: float, **extra: Any
-    ) -> Reply:
-        """Of one server, or the pair. The client of one leaves when its patience is over."""
-        if self.pair is not None:
-            return self.pair.generate(prompt, num_new, **extra)
-        sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": sampling, **extra}
-        return self.ask(role, "/generate", body, patience_s)
-
     def ask(self, role: str, path: str, body: Any = None, timeout_s: float = DEADLINE_S) -> Reply:
-        """Any other call; a connection that breaks is status 0."""
+        """Any call; a connection that breaks is status 0."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self.servers[role].url + path, data, {"Content-Type": "application/json"}
