@@ -3,6 +3,7 @@ where they can be."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import platform_process
 import pytest
 import report
-from disks import Disk
 
 from kit.openapi import check_answer
 from kit.small_model import write_small_model
@@ -203,6 +203,27 @@ def start(model: Path, servers: list[Server], tmp_path_factory: pytest.TempPathF
         return started
 
     return start
+
+
+class Disk:
+    """How the NVMe tiers of a module's servers behave, as ``slow_disk`` reads it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def order(self, **orders: Any) -> None:
+        """From now on; nothing is a disk in order."""
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(orders))
+        new.replace(self.file)
+
+    @contextlib.contextmanager
+    def slow(self, seconds: float) -> Iterator[None]:
+        self.order(read_s=seconds)
+        try:
+            yield
+        finally:
+            self.order()
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from disks import Disk
 
-from conftest import Launch, make_prompts, until
+from conftest import Disk, Launch, make_prompts, until
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disks import Disk
 from object_server import ObjectServer, s3_environment
 from redis_server import RedisServer
 
-from conftest import PAGE, make_prompts, residency, until
+from conftest import PAGE, Disk, make_prompts, residency, until
 from prefill_decode import PrefillDecode, Reply
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from disks import Disk
 
-from conftest import ALWAYS, Launch, aligned, make_prompts, until
+from conftest import ALWAYS, Disk, Launch, aligned, make_prompts, until
 from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]

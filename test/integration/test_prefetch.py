@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disks import Disk
 
-from conftest import ALWAYS, PAGE, Launch, aligned, ask, make_prompts
+from conftest import ALWAYS, PAGE, Disk, Launch, aligned, ask, make_prompts
 from kit.waiting import eventually
 from server_process import Server
 from sglang_tiered.integration.identity.tenants import tenant_digest

@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from disks import Disk
 
-from conftest import SMALL, Launch, aligned, make_prompts, until
+from conftest import SMALL, Disk, Launch, aligned, make_prompts, until
 from kit.small_model import write_small_model
 from server_process import Answer, Server
 

@@ -11,9 +11,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from disks import Disk
 
-from conftest import ALWAYS, Launch, aligned, ask, make_prompts, until
+from conftest import ALWAYS, Disk, Launch, aligned, ask, make_prompts, until
 from kit.promtool import check_metrics
 from kit.scrapes import by_rank
 from server_process import Answer, Server

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import setproctitle
-from disks import SLOW_DISK
 
 MAX_ALIVE = 3
 END_DEADLINE_S = 30.0
 LOOK_S = 0.02
+SLOW_DISK = Path(__file__).resolve().parent / "slow_disk"
 
 READ_LATE = (
     "ASYNC_PLATFORM_DRAIN",

@@ -3,8 +3,7 @@ that ``SLOW_DISK_FILE`` names, read anew for each operation. Nothing in it is a 
 
 ``read_s``                           every read takes so long
 ``read_bytes_s``, ``write_bytes_s``  the disk's speed
-``failing``                          parts of the names of shards whose reads fail
-``errno``                            every write, and every new file, fails with this error"""
+``failing``                          parts of the names of shards whose reads fail"""
 
 from __future__ import annotations
 
@@ -32,36 +31,27 @@ def _orders() -> dict[str, Any]:
     return {}
 
 
-def _paced(moved: Any, bytes_per_s: float) -> Any:
-    if bytes_per_s and isinstance(moved, int):
+def _paced(num_bytes: int, bytes_per_s: float) -> int:
+    if bytes_per_s:
         with _one_at_a_time:
-            time.sleep(moved / bytes_per_s)
-    return moved
+            time.sleep(num_bytes / bytes_per_s)
+    return num_bytes
 
 
 def _slow_down(device: Any) -> None:
-    readv = device.readv
+    readv, writev = device.readv, device.writev
 
-    def slow_readv(self: Any, *arguments: Any) -> Any:
+    def slow_readv(self: Any, *arguments: Any) -> int:
         told = _orders()
         time.sleep(told.get("read_s", 0.0))
         if any(part in self._directory.name for part in told.get("failing", ())):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return _paced(readv(self, *arguments), told.get("read_bytes_s", 0.0))
 
-    device.readv = slow_readv
-    for name in ("create", "writev", "replace_file"):
-        setattr(device, name, _slow_write(getattr(device, name)))
+    def slow_writev(self: Any, *arguments: Any) -> int:
+        return _paced(writev(self, *arguments), _orders().get("write_bytes_s", 0.0))
 
-
-def _slow_write(original: Any) -> Any:
-    def slow_write(*arguments: Any) -> Any:
-        told = _orders()
-        if "errno" in told:
-            raise OSError(told["errno"], os.strerror(told["errno"]))
-        return _paced(original(*arguments), told.get("write_bytes_s", 0.0))
-
-    return slow_write
+    device.readv, device.writev = slow_readv, slow_writev
 
 
 class _Finder(importlib.abc.MetaPathFinder):
