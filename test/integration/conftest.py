@@ -22,7 +22,6 @@ from kit.openapi import check_answer
 from kit.small_model import write_small_model
 from prefill_decode import ENVIRONMENT
 from server_process import Server
-from sglang_tiered.demo.model import SHAPES, write_model
 
 if TYPE_CHECKING:
     from zygote import ForkedProcess, Zygotes
@@ -126,14 +125,6 @@ def asynchronous(
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_model(tmp_path_factory.mktemp("model") / "small")
-
-
-@pytest.fixture(scope="session")
-def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For modules about how long computing takes."""
-    path = tmp_path_factory.mktemp("model") / "demo"
-    write_model(path, 0, SHAPES["8m"])
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Disk, Launch, make_prompts, until
+from sglang_tiered.demo.model import SHAPES, write_model
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -15,16 +16,12 @@ NUM_PROMPTS, LENGTH = 8, 1500
 PROMPTS = make_prompts(7, NUM_PROMPTS, LENGTH)
 
 
-@pytest.fixture(scope="module")
-def model(demo_model: Path) -> Path:
-    return demo_model
-
-
 def test_slow_disk_is_abandoned_declined_then_used_again(
     launch: Launch, disk: Disk, tmp_path: Path
 ) -> None:
     sizes = ("--max-total-tokens", "4096", "--tier-host-bytes", "64MiB")
-    server = launch(*sizes, "--tier-dir", str(tmp_path / "kv"))
+    write_model(tmp_path / "model", 0, SHAPES["8m"])  # which takes long to compute
+    server = launch(*sizes, "--tier-dir", str(tmp_path / "kv"), model_path=tmp_path / "model")
     expected = [server.generate(prompt).output_ids for prompt in PROMPTS]
     server.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // 64))
 

@@ -108,11 +108,7 @@ def test_every_tier_is_reached_and_survives_kill(temporary: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("phase", "number", "code"),
-    [
-        ("Starting", signal.SIGTERM, 143),
-        ("Starting", signal.SIGINT, 130),
-        pytest.param("Asking", signal.SIGINT, 130, marks=pytest.mark.long),
-    ],
+    [("Starting", signal.SIGTERM, 143), ("Starting", signal.SIGINT, 130)],
 )
 def test_stopped_demo_leaves_no_process_and_no_folder(
     temporary: Path, phase: str, number: signal.Signals, code: int
@@ -138,19 +134,13 @@ def test_demo_uses_a_running_server_without_stopping_it(
     memory = ("--max-total-tokens", "2048", "--tier-host-bytes", "9MiB")
     server = launch(*memory, "--tier-dir", str(tmp_path / "kv"), *ALWAYS)
     path = tmp_path / "figures.json"
-    demo = start(temporary, "--url", server.url, "--json", str(path))
-    out, err = demo.communicate(timeout=400)
-    assert demo.returncode == 0, err
-    assert "kill -9" not in out
-    assert not err
-    rows = rows_of(path)
-    assert list(rows) == list(EXPECTED)[:4]
-    assert rows["NVMe"]["nvme"] > 0.9
-    # Another run has pages of its own: the first time is the first time again.
-    again = start(temporary, "--url", server.url, "--json", str(path))
-    again.communicate(timeout=400)
-    assert again.returncode == 0
-    assert rows_of(path)["first time"]["computed"] == 1
-    assert server.process.poll() is None
+    for _ in range(2):  # another run has pages of its own: the first time is the first time again
+        demo = start(temporary, "--url", server.url, "--json", str(path))
+        out, err = demo.communicate(timeout=400)
+        assert demo.returncode == 0 and not err, err
+        assert "kill -9" not in out
+        rows = rows_of(path)
+        assert list(rows) == list(EXPECTED)[:4]
+        assert rows["first time"]["computed"] == 1 and rows["NVMe"]["nvme"] > 0.9
     assert server.generate(list(range(32, 100)), num_new=1).output_ids
     expect_nothing_left(temporary)

@@ -17,6 +17,7 @@ from object_server import ObjectServer, s3_environment
 from conftest import ALWAYS, PAGE, SMALL, Start, aligned, ask, make_prompts, residency, until
 from kit.scrapes import by_rank, labels_of
 from server_process import Answer, Server
+from sglang_tiered.integration.identity.tenants import tenant_digest
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -150,6 +151,10 @@ def test_shared_directory_serves_two_servers_with_two_ranks(
     assert [answer.output_ids for answer in answers] == expected
     assert from_storage(answers) >= 0.97 * aligned(LENGTH) * len(prompts)
     assert sum(answer.num_cached for answer in b.generate_all(prompts[:2])) == 0, "another tenant"
+    counted = ask(b, "/tier/tenants")[1][0]
+    digest = tenant_digest(**TENANT).hex()
+    assert [row["num_pages"] for row in counted if row["tenant"] == digest][0] >= 4 * WHOLE // PAGE
+    assert TENANT["cache_salt"] not in json.dumps(counted)
     b.kill()
 
 

@@ -15,16 +15,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 # About two prompts with their answers, and about four.
 POOLS = ("--max-total-tokens", "1280", "--tier-host-bytes", "96MiB", *ALWAYS)
-QUESTIONS = {
-    "What is the capital of France?": "Paris",
-    "What is the capital of Italy?": "Rome",
-    "What is the capital of Germany?": "Berlin",
-    "What is the capital of Japan?": "Tokyo",
-    "What is the capital of Spain?": "Madrid",
-    "What is the capital of Greece?": "Athens",
-}
-
-
+QUESTIONS = {"France": "Paris", "Italy": "Rome", "Germany": "Berlin", "Japan": "Tokyo"}
 LICENCE = re.sub(r"\s+", " ", (ROOT / "LICENSE").read_text(encoding="utf-8"))
 CHAT = """\
 <|im_start|>user
@@ -32,12 +23,12 @@ Read page {number} of a licence: {page}<|im_end|>
 <|im_start|>assistant
 I have read it. What is your question?<|im_end|>
 <|im_start|>user
-{question}<|im_end|>
+What is the capital of {country}?<|im_end|>
 <|im_start|>assistant
 """
 PROMPTS = [
-    CHAT.format(number=number, page=LICENCE[number * 1500 :][:2600], question=question)
-    for number, question in enumerate(QUESTIONS)
+    CHAT.format(number=number, page=LICENCE[number * 1500 :][:2600], country=country)
+    for number, country in enumerate(QUESTIONS)
 ]
 
 

@@ -1,10 +1,8 @@
 """The region store under everything at once, for as long as ``scripts/soak`` says.
 
-Threads store, load, look up, cancel, pass barriers and clear, on a device that fails now and then,
-far beyond the cap, so that regions are evicted all the time. Between rounds the engine must be as
-empty as it was at first: no job, no queued byte, no pin, no descriptor but one per region, no
-thread too many, and no more memory than the round before. What the short suites do with a few
-seeds, crashes and kills, goes on here with new seeds until the time is up.
+Threads store, load, cancel, pass barriers and erase, on a device that fails now and then, beyond
+the cap, so that regions are evicted all the time. Between rounds nothing may be left over. What the
+short suites do with a few seeds, crashes and kills, goes on with new ones.
 """
 
 from __future__ import annotations
@@ -80,7 +78,6 @@ class Worker(threading.Thread):
     def __init__(self, engine: RegionEngine, seed: int, stop: threading.Event) -> None:
         super().__init__(name=f"soak-{seed}", daemon=True)
         self.error: BaseException | None = None
-        self.num_steps = 0
         self._engine = engine
         self._source = random.Random(seed)
         self._stop_work = stop
@@ -89,7 +86,6 @@ class Worker(threading.Thread):
         try:
             while not self._stop_work.is_set():
                 self._step()
-                self.num_steps += 1
         except BaseException as error:  # the test re-raises it
             self.error = error
 
@@ -109,11 +105,10 @@ class Worker(threading.Thread):
             for job in jobs:
                 ledger.settle(job)
         elif kind < 0.92:
-            loads = [Loaded(NAMESPACE, self._chain()) for _ in range(3)]
-            running = [self._engine.submit_load(load.run) for load in loads]
-            running[self._source.randrange(3)].cancel()
-            for load, job in zip(loads, running, strict=True):
-                load.check(job)
+            load = Loaded(NAMESPACE, self._chain())
+            job = self._engine.submit_load(load.run)
+            job.cancel()
+            load.check(job)
         elif kind < 0.95:
             self._engine.flush(TIMEOUT_S)
         elif kind < 0.951:
@@ -131,7 +126,7 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def work(engine: RegionEngine, seeds: Sequence[int], seconds: float) -> int:
+def work(engine: RegionEngine, seeds: Sequence[int], seconds: float) -> None:
     stop = threading.Event()
     workers = [Worker(engine, seed, stop) for seed in seeds]
     for worker in workers:
@@ -144,7 +139,6 @@ def work(engine: RegionEngine, seeds: Sequence[int], seconds: float) -> int:
     for worker in workers:
         if worker.error is not None:
             raise worker.error
-    return sum(worker.num_steps for worker in workers)
 
 
 def expect_quiet(engine: RegionEngine, directory: Path, closed_descriptors: int) -> None:
@@ -188,18 +182,14 @@ def test_nothing_leaks_and_nothing_lies(tmp_path: Path) -> None:
     memory: list[int] = []
     for number in itertools.count():
         device.failure_rate = FAILURE_RATE if number % 2 else 0.0
-        steps = work(engine, range(NUM_WORKERS * number, NUM_WORKERS * (number + 1)), ROUND_S)
+        work(engine, range(NUM_WORKERS * number, NUM_WORKERS * (number + 1)), ROUND_S)
         device.calls.clear()  # the record of the fault device is no leak of the engine
         expect_service(engine, device, number)
         expect_quiet(engine, directory, descriptors_before)
         gc.collect()
         malloc_trim(0)  # else what threads that ended left unused in their arenas counts as a leak
         memory.append(process.memory_info().rss)
-        stats = engine.stats()
-        print(
-            f"round {number}: {steps} steps, {memory[-1] >> 20} MiB, {stats.num_pages} pages, "
-            f"{stats.num_pages_evicted} evicted, {stats.num_pages_reinserted} reinserted"
-        )
+        print(f"round {number}: {memory[-1] >> 20} MiB, {engine.stats()}")
         if number % 4 == 3:
             engine.close()
             assert set(threading.enumerate()) == threads_before, "threads outlive their engine"
@@ -215,21 +205,14 @@ def test_nothing_leaks_and_nothing_lies(tmp_path: Path) -> None:
         assert growth < MAX_GROWTH_BYTES, f"{growth >> 20} MiB more: {memory}"
 
 
-def test_lives_and_losses_of_power_with_new_seeds(tmp_path: Path) -> None:
-    end = time.monotonic() + 0.2 * SECONDS
+def test_lives_and_kills_with_new_seeds(tmp_path: Path) -> None:
+    end = time.monotonic() + 0.4 * SECONDS
     for seed in itertools.count(1000):
         try:
             live_below_capacity(tmp_path, seed)
             live_full(tmp_path, seed)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        if time.monotonic() > end:
-            break
-
-
-def test_kills_with_new_seeds(tmp_path: Path) -> None:
-    end = time.monotonic() + 0.2 * SECONDS
-    for seed in itertools.count(1000):
         kill_loop(tmp_path / str(seed), seed=seed, num_kills=20, up_to=150)
         if time.monotonic() > end:
             break
