@@ -90,46 +90,35 @@ def write_sliding_window(demo: Path, out: Path) -> Path:
 
 def write_latent_attention(demo: Path, out: Path) -> Path:
     """DeepSeek's latent attention (MLA): one vector per token in the place of keys and values."""
-    matrix = _Matrices(seed=5)
+    source = np.random.default_rng(5)
+
+    def matrix(rows: int, columns: int, std: float | None = None) -> np.ndarray:
+        """It keeps the size of what it multiplies."""
+        values = source.standard_normal((rows, columns), dtype=np.float32)
+        return values * np.float32(columns**-0.5 if std is None else std)
+
     ones = np.ones(HIDDEN, dtype=np.float32)
     weights = {
-        "model.embed_tokens.weight": matrix.embedding(),
+        "model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN, EMBEDDING_STD),
         "model.norm.weight": ones,
         "lm_head.weight": matrix(VOCABULARY, HIDDEN),
     }
     heads_dim = HEADS * LATENT_HEAD_DIM
     for number in range(NUM_LAYERS):
-        layer = f"model.layers.{number}"
-        attention = f"{layer}.self_attn"
-        weights |= {
-            f"{attention}.q_proj.weight": matrix(2 * heads_dim, HIDDEN),
-            f"{attention}.kv_a_proj_with_mqa.weight": matrix(LATENT + LATENT_HEAD_DIM, HIDDEN),
-            f"{attention}.kv_a_layernorm.weight": np.ones(LATENT, dtype=np.float32),
-            f"{attention}.kv_b_proj.weight": matrix(2 * heads_dim, LATENT),
-            f"{attention}.o_proj.weight": matrix(HIDDEN, heads_dim),
-            f"{layer}.mlp.gate_proj.weight": matrix(INTERMEDIATE, HIDDEN),
-            f"{layer}.mlp.up_proj.weight": matrix(INTERMEDIATE, HIDDEN),
-            f"{layer}.mlp.down_proj.weight": matrix(HIDDEN, INTERMEDIATE),
-            f"{layer}.input_layernorm.weight": ones,
-            f"{layer}.post_attention_layernorm.weight": ones,
+        layer = {
+            "self_attn.q_proj": matrix(2 * heads_dim, HIDDEN),
+            "self_attn.kv_a_proj_with_mqa": matrix(LATENT + LATENT_HEAD_DIM, HIDDEN),
+            "self_attn.kv_a_layernorm": np.ones(LATENT, dtype=np.float32),
+            "self_attn.kv_b_proj": matrix(2 * heads_dim, LATENT),
+            "self_attn.o_proj": matrix(HIDDEN, heads_dim),
+            "mlp.gate_proj": matrix(INTERMEDIATE, HIDDEN),
+            "mlp.up_proj": matrix(INTERMEDIATE, HIDDEN),
+            "mlp.down_proj": matrix(HIDDEN, INTERMEDIATE),
+            "input_layernorm": ones,
+            "post_attention_layernorm": ones,
         }
+        weights |= {f"model.layers.{number}.{name}.weight": one for name, one in layer.items()}
     return _write(demo, out, LATENT_ATTENTION, weights)
-
-
-class _Matrices:
-    """Random matrices that keep the size of what they multiply."""
-
-    def __init__(self, seed: int) -> None:
-        self._source = np.random.default_rng(seed)
-
-    def __call__(self, rows: int, columns: int) -> np.ndarray:
-        values = self._source.standard_normal((rows, columns), dtype=np.float32)
-        return values / np.float32(columns**0.5)
-
-    def embedding(self) -> np.ndarray:
-        size = (VOCABULARY, HIDDEN)
-        values = self._source.standard_normal(size, dtype=np.float32)
-        return values * np.float32(EMBEDDING_STD)
 
 
 def _write(demo: Path, out: Path, config: dict[str, Any], weights: dict[str, np.ndarray]) -> Path:

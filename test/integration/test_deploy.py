@@ -9,7 +9,6 @@ image is replaced by the S3 server of the other tests, Prometheus and Grafana by
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,12 +30,12 @@ from redis import AuthenticationError, Redis
 from redis_server import redis_program
 from zygote import Zygotes
 
+from conftest import ask
 from server_process import free_ports
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
 START_DEADLINE_S = 300.0
-ANSWER_DEADLINE_S = 60.0
 SERVERS = ("prefill", "decode")
 ONCE = ("keys", "model")
 LONG = "A prefix comes back in whole pages of 64 tokens, and this one is longer. " * 4
@@ -61,8 +61,9 @@ class Stack:
         self.bin.mkdir()
         (self.bin / "redis-server").symlink_to(redis_program())
 
-    def url(self, name: str, port: int) -> str:
-        return f"http://127.0.0.1:{self.ports[name, port]}"
+    def at(self, name: str, port: int) -> Any:
+        """What ``ask`` asks."""
+        return SimpleNamespace(url=f"http://127.0.0.1:{self.ports[name, port]}")
 
     def paths(self, service: Service) -> dict[str, Path]:
         """What lies where in this service's container: volumes, mounts, files of its image."""
@@ -115,17 +116,16 @@ class Stack:
         path = f"{self.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         return own | said | {"PATH": path, "OMP_WAIT_POLICY": "passive"}
 
-    def log(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
+    def how(self, name: str) -> dict[str, Any]:
+        """How processes of a service are started."""
+        environment = self.environment(self.services[name])
+        return {"env": environment, "cwd": self.folder, "stdin": subprocess.DEVNULL}
 
     def run(self, name: str, words: list[str]) -> subprocess.CompletedProcess[str]:
         """Run a command of a service to its end."""
-        service = self.services[name]
         return subprocess.run(
-            self.command(service, words),
-            env=self.environment(service),
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
+            self.command(self.services[name], words),
+            **self.how(name),
             capture_output=True,
             text=True,
             check=False,
@@ -134,30 +134,26 @@ class Stack:
 
     def start(self, name: str, zygotes: Zygotes) -> None:
         """Start a service's command, a server's from a process that has imported SGLang."""
-        service = self.services[name]
-        words, environment = self.command(service, service.command), self.environment(service)
+        words, log = self.command(self.services[name], self.services[name].command), self.log(name)
         if name in SERVERS:
             assert words[0] == "python3"
-            self.processes[name] = zygotes.fork(words[1:], environment, self.log(name))
+            self.processes[name] = zygotes.fork(words[1:], self.how(name)["env"], log)
             return
-        with self.log(name).open("wb") as log:
+        with log.open("wb") as out:
             self.processes[name] = subprocess.Popen(
-                words,
-                env=environment,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                words, **self.how(name), stdout=out, stderr=out, start_new_session=True
             )
 
-    def until(self, name: str, check: Callable[[], Any], deadline_s: float) -> None:
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def until(self, name: str, check: Callable[[], Any]) -> None:
         """Until something is so, while that service runs."""
-        deadline = time.monotonic() + deadline_s
+        deadline = time.monotonic() + START_DEADLINE_S
         while not check():
             told = self.log(name).read_text(errors="replace")[-4000:]
             assert self.processes[name].poll() is None, f"{name} ended:\n{told}"
-            assert time.monotonic() < deadline, f"{name}: not so after {deadline_s} s:\n{told}"
+            assert time.monotonic() < deadline, f"{name}: not so in time:\n{told}"
             time.sleep(0.5)  # what looks takes processor time too
 
     def is_healthy(self, name: str) -> bool:
@@ -190,33 +186,21 @@ def stack(tmp_path_factory: pytest.TempPathFactory, zygotes: Zygotes) -> Iterato
         for name in ("redis", *SERVERS, "router"):  # which waits for them
             stack.start(name, zygotes)
         for name in (*SERVERS, "router"):
-            stack.until(name, lambda n=name: stack.is_healthy(n), START_DEADLINE_S)  # type: ignore[misc]
+            stack.until(name, lambda n=name: stack.is_healthy(n))
         yield stack
 
 
-def ask(url: str, body: Any = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=ANSWER_DEADLINE_S) as response:
-        text = response.read().decode()
-    return json.loads(text) if text.startswith(("{", "[")) else text
-
-
 def test_a_chat_request_is_answered_through_the_router(stack: Stack) -> None:
-    body = {
-        "model": "demo",
-        "messages": [{"role": "user", "content": LONG}],
-        "max_tokens": 16,
-        "ignore_eos": True,
-    }
-    answer = ask(stack.url("router", 30000) + "/v1/chat/completions", body)
-    assert answer["usage"]["completion_tokens"] == 16
+    body = {"model": "demo", "messages": [{"role": "user", "content": LONG}]}
+    body |= {"max_tokens": 16, "ignore_eos": True}
+    code, answer = ask(stack.at("router", 30000), "/v1/chat/completions", body)
+    assert (code, answer["usage"]["completion_tokens"]) == (200, 16)
     assert answer["choices"][0]["message"]["content"]
 
 
 def test_servers_share_the_redis_and_the_bucket(stack: Stack) -> None:
     for name in SERVERS:
-        (record,) = ask(stack.url(name, 30000) + "/tier/costs")["ranks"]
+        (record,) = ask(stack.at(name, 30000), "/tier/costs")[1]["ranks"]
         assert (record["role"], record["keyed"]) == (name, True)
         assert all(record["tiers"][tier]["healthy"] for tier in ("nvme", "peer", "object")), record
     place = {"host": "127.0.0.1", "port": stack.ports["redis", 6379]}
@@ -225,25 +209,18 @@ def test_servers_share_the_redis_and_the_bucket(stack: Stack) -> None:
     with Redis(**place) as stranger, pytest.raises(AuthenticationError):
         stranger.ping()
     name, client = stack.services["bucket"].environment["S3_BUCKET"], stack.bucket.client
-    stack.until(
-        "prefill",
-        lambda: client.list_objects_v2(Bucket=name, Prefix="pages/").get("KeyCount"),
-        ANSWER_DEADLINE_S,
-    )
+    pages = {"Bucket": name, "Prefix": "pages/"}
+    stack.until("prefill", lambda: client.list_objects_v2(**pages).get("KeyCount"))
 
 
 def test_every_target_of_prometheus_tells_ours(stack: Stack) -> None:
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text(encoding="utf-8"))
-    targets = [
-        target.rpartition(":")
-        for job in config["scrape_configs"]
-        for static in job["static_configs"]
-        for target in static["targets"]
-    ]
-    assert {host for host, _, _ in targets} >= {*SERVERS, "router"}
-    for host, _, port in targets:
-        if (host, int(port)) in stack.ports:
-            assert "\nsglang_tiered_" in ask(stack.url(host, int(port)) + "/metrics"), host
+    statics = [static for job in config["scrape_configs"] for static in job["static_configs"]]
+    targets = {tuple(target.split(":")) for static in statics for target in static["targets"]}
+    assert {host for host, _ in targets} >= {*SERVERS, "router"}
+    for host, port in targets - {("127.0.0.1", "9090")}:
+        with urllib.request.urlopen(stack.at(host, int(port)).url + "/metrics") as response:
+            assert "\nsglang_tiered_" in response.read().decode(), host
 
 
 def test_sigterm_ends_a_server_within_its_grace(stack: Stack) -> None:

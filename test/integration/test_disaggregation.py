@@ -12,7 +12,6 @@ import pytest
 
 from conftest import PAGE, make_prompts, residency, until
 from kit.scrapes import by_rank
-from kit.small_model import write_small_model
 from prefill_decode import PrefillDecode, post, transfer_state
 from server_process import Server
 
@@ -145,29 +144,3 @@ def test_abort_on_prefill_ends_the_request_on_decode(pair: Pair) -> None:
         assert all(future.result(60).status == 200 for future in others)
     assert decoded.status != 200 or len(decoded.output_ids) < 8, "it was done before the abort"
     assert "abort" in decoded.error.lower()
-
-
-# The last: a server whose weights were replaced equals no fresh one, so no other may be restarted.
-def test_other_weights_are_refused_on_both_sides(pair: Pair, model: Path, tmp_path: Path) -> None:
-    """A rolling update: one side is ahead, then both are level again."""
-    other = write_small_model(tmp_path / "other", seed=2)
-    prompt, again = make_prompts(91, 1, 700)[0], make_prompts(92, 1, 700)[0]
-    expected = pair.generate(prompt).output_ids
-    update(pair.prefill, other)
-    before = transfer_state(pair.decode)
-    for reply in pair.both(again):
-        assert reply.status == 503
-        assert f"decode at 127.0.0.1:{pair.decode.port}" in reply.error, reply.error
-        assert f"prefill at 127.0.0.1:{pair.prefill.port}" in reply.error, reply.error
-    assert all(transfer_state(pair.decode)[name] == before[name] for name in MOVED)
-    assert pair.generate(prompt).status == 503, "nor is what decode's memory holds enough"
-    update(pair.decode, other)
-    after = pair.generate(prompt).output_ids
-    assert after != expected
-    for server in (pair.decode, pair.prefill):
-        update(server, model)
-    assert pair.generate(prompt).output_ids == expected
-
-
-def update(server: Server, model: Path) -> None:
-    assert server.request("/update_weights_from_disk", {"model_path": str(model)})["success"]

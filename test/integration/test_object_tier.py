@@ -1,5 +1,5 @@
 """One bucket, several servers: what one computed another goes on with, and a sick bucket costs hits
-and nothing else. moto's S3 server over HTTP, behind a proxy that makes faults."""
+and nothing else. moto's S3 server over HTTP, and directories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from object_proxy import FaultProxy, status
 from object_server import ObjectServer, s3_environment
 
 from conftest import ALWAYS, PAGE, SMALL, Start, aligned, ask, make_prompts, residency, until
@@ -26,22 +25,20 @@ WHOLE = LENGTH // PAGE * PAGE
 HANG_S = 9.0  # less than the bucket is given for an answer, 20 times what computing takes
 MOVED = make_prompts(21, 8, LENGTH)  # opened on A, continued on B
 STALLED = make_prompts(22, 2, LENGTH)  # asked for while the bucket hangs
-REFUSED = make_prompts(23, 3, LENGTH)  # while it answers 503
 COLD = make_prompts(24, 3, LENGTH)
 TENANT = {"extra_key": "acme", "cache_salt": "s3cret"}
 
 
 @pytest.fixture(scope="module")
-def bucket() -> Iterator[tuple[ObjectServer, FaultProxy, str]]:
-    with ObjectServer() as server, FaultProxy(server.address) as proxy:
-        yield server, proxy, f"s3://{server.make_bucket()}/kv"
+def bucket() -> Iterator[ObjectServer]:
+    with ObjectServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def pair(start: Start, bucket: tuple[ObjectServer, FaultProxy, str]) -> list[Server]:
-    _, proxy, url = bucket
-    environment = s3_environment(proxy.url)
-    return start("ab", *SMALL, "--tier-object-url", url, environment=environment)
+def pair(start: Start, bucket: ObjectServer) -> list[Server]:
+    flags = (*SMALL, "--tier-object-url", f"s3://{bucket.make_bucket()}/kv")
+    return start("ab", *flags, environment=s3_environment(bucket.url))
 
 
 def wait_for_residency(server: Server, prompt: list[int], tier: str, num_tokens: int) -> None:
@@ -53,13 +50,13 @@ def from_storage(answers: list[Answer]) -> int:
 
 
 class TestLife:
-    """In this order: A computes and is killed, B goes on, the bucket turns sick."""
+    """In this order: A computes and is killed, B goes on, the bucket hangs."""
 
     opened: dict[str, list[list[int]]] = {}
 
     def test_checkpoint_answers_once_the_bucket_has_it(self, pair: list[Server]) -> None:
         a, _ = pair
-        for name, prompts in (("moved", MOVED), ("stalled", STALLED), ("refused", REFUSED)):
+        for name, prompts in (("moved", MOVED), ("stalled", STALLED)):
             self.opened[name] = []
             for number, prompt in enumerate(prompts):
                 rid = f"{name}-{number}"
@@ -81,7 +78,7 @@ class TestLife:
         a, b = pair
         uninterrupted = [a.generate(prompt, 3 * NUM_NEW).output_ids for prompt in MOVED[:2]]
         a.kill()
-        for prompt in (*MOVED, *STALLED, *REFUSED):
+        for prompt in (*MOVED, *STALLED):
             wait_for_residency(b, prompt, "object", WHOLE)
         again = b.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
         assert [answer.output_ids for answer in again] == self.opened["moved"]
@@ -94,23 +91,12 @@ class TestLife:
         for prompt in MOVED:
             wait_for_residency(b, prompt, "nvme", aligned(LENGTH))  # kept
 
-    def test_bucket_answering_503_costs_only_hits(
-        self, pair: list[Server], bucket: tuple[ObjectServer, FaultProxy, str]
-    ) -> None:
-        (_, b), (_, proxy, _) = pair, bucket
-        rule = proxy.add("GET", "", status(503, "SlowDown"))
-        answers = b.generate_all(REFUSED, concurrency=3, num_new=NUM_NEW)
-        assert [answer.output_ids for answer in answers] == self.opened["refused"]
-        assert rule.num_hit > 0
-        proxy.remove(rule)
-        until(lambda: b.tier_state()["tier_healthy:object"] == 1, "it never came back")
-
     def test_a_bucket_that_hangs_never_stalls_the_scheduler(
-        self, pair: list[Server], bucket: tuple[ObjectServer, FaultProxy, str]
+        self, pair: list[Server], bucket: ObjectServer
     ) -> None:
-        (_, b), (server, _, _) = pair, bucket
+        _, b = pair
         wait_for_residency(b, STALLED[0], "object", WHOLE)
-        server.pause()
+        bucket.pause()
         try:
             with ThreadPoolExecutor(2) as pool:
                 stalled = [pool.submit(b.generate, prompt, NUM_NEW) for prompt in STALLED]
@@ -121,7 +107,7 @@ class TestLife:
                 answers = [future.result(60).output_ids for future in stalled]
             assert answers == self.opened["stalled"]
         finally:
-            server.resume()
+            bucket.resume()
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Servers that fetch pages from each other: what one computed another goes on with; a server that
-hangs costs hits and nothing else, a Redis that dies nothing; what is purged on one is gone on all.
-"""
+hangs costs hits and nothing else; what is purged on one is gone on all."""
 
 from __future__ import annotations
 
@@ -27,8 +26,6 @@ HANG_S = 5.0  # as long as a peer is given for an answer, ten times what computi
 WHOLE = LENGTH // PAGE * PAGE
 MOVED = make_prompts(41, 8, LENGTH)  # opened on A, continued on B
 OWNED = make_prompts(42, 2, LENGTH)  # of a tenant
-BLIND = make_prompts(43, 2, LENGTH)  # asked for while there is no Redis
-LATE = make_prompts(44, 1, LENGTH)  # heard of once the Redis is back
 HUNG = make_prompts(46, 6, LENGTH)  # while A is stopped
 COLD = make_prompts(45, 2, LENGTH)
 TENANT = {"extra_key": "acme", "cache_salt": "s3cret"}
@@ -36,15 +33,10 @@ PASSWORD = "not-a-secret"
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with RedisServer(password=PASSWORD) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def pair(start: Start, redis: RedisServer) -> list[Server]:
+def pair(start: Start) -> Iterator[list[Server]]:
     """They find each other in the Redis."""
-    return start("ab", *SMALL, environment={"SGLANG_TIERED_INDEX_URL": redis.url})
+    with RedisServer(password=PASSWORD) as redis:
+        yield start("ab", *SMALL, environment={"SGLANG_TIERED_INDEX_URL": redis.url})
 
 
 def held(server: Server, prompt: list[int], **whose: str) -> dict[str, int]:
@@ -64,80 +56,53 @@ def compute(server: Server, prompts: list[list[int]], **whose: str) -> list[list
     return [answer.output_ids for answer in answers]
 
 
-class TestLife:
-    """In this order: B goes on with what A computed, A hangs, the Redis dies and comes back."""
+def test_peer_serves_prefixes_computed_on_another_server(pair: list[Server]) -> None:
+    a, b = pair
+    opened = compute(a, MOVED)
+    uninterrupted = [a.generate(prompt, 3 * NUM_NEW).output_ids for prompt in MOVED[:2]]
+    wait_for_peers(b, MOVED)
+    assert held(b, MOVED[0]) == {"device": 0, "host": 0, "nvme": 0, "peer": WHOLE}
+    again = b.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
+    assert [answer.output_ids for answer in again] == opened
+    wanted = len(MOVED) * aligned(LENGTH)
+    assert sum(answer.cached["storage"] for answer in again) >= 0.97 * wanted
+    fetched = b.tier_state()["loaded_pages:peer"]
+    assert fetched * PAGE >= 0.97 * wanted, "they came from elsewhere"
+    assert a.tier_state()["copied_from_memory_pages"] > 0, "all were read from NVMe"
+    for prompt, first, whole in zip(MOVED[:2], opened, uninterrupted, strict=False):
+        resumed = b.generate(prompt + first, 2 * NUM_NEW)
+        assert first + resumed.output_ids == whole
 
-    opened: dict[str, list[list[int]]] = {}
-
-    def test_peer_serves_prefixes_computed_on_another_server(self, pair: list[Server]) -> None:
-        a, b = pair
-        for name, prompts in (("moved", MOVED), ("blind", BLIND), ("late", LATE)):
-            self.opened[name] = compute(a, prompts)
-        uninterrupted = [a.generate(prompt, 3 * NUM_NEW).output_ids for prompt in MOVED[:2]]
-        wait_for_peers(b, [*MOVED, *BLIND])
-        assert held(b, MOVED[0]) == {"device": 0, "host": 0, "nvme": 0, "peer": WHOLE}
-        again = b.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
-        assert [answer.output_ids for answer in again] == self.opened["moved"]
-        wanted = len(MOVED) * aligned(LENGTH)
-        assert sum(answer.cached["storage"] for answer in again) >= 0.97 * wanted
-        fetched = b.tier_state()["loaded_pages:peer"]
-        assert fetched * PAGE >= 0.97 * wanted, "they came from elsewhere"
-        assert a.tier_state()["copied_from_memory_pages"] > 0, "all were read from NVMe"
-        for prompt, first, whole in zip(
-            MOVED[:2], self.opened["moved"], uninterrupted, strict=False
-        ):
-            resumed = b.generate(prompt + first, 2 * NUM_NEW)
-            assert first + resumed.output_ids == whole
-
-        # What was fetched is kept, and served again.
-        for prompt in MOVED:
-            until(lambda p=prompt: residency(b, p)["nvme"] >= aligned(LENGTH), "not kept")
-            until(lambda p=prompt: residency(a, p)["peer"] >= aligned(LENGTH), "not told")
-        for server in pair:
-            assert PASSWORD not in json.dumps(server.request("/server_info")) + server.log
-
-    def test_a_server_that_hangs_never_stalls_the_scheduler(self, pair: list[Server]) -> None:
-        """Stopped, so that its connections stay open and nothing answers."""
-        a, b = pair
-        expected = compute(a, HUNG)
-        wait_for_peers(b, HUNG)
-        stopped = [a.process.pid, *children(a.process.pid)]
-        try:
-            for pid in stopped:
-                os.kill(pid, signal.SIGSTOP)
-            with ThreadPoolExecutor(len(HUNG)) as pool:
-                waiting = [pool.submit(b.generate, prompt, NUM_NEW) for prompt in HUNG]
-                # One after another: the first may come before the loads that wait for A.
-                for prompt in make_prompts(4711, 3, LENGTH):
-                    begun = time.monotonic()
-                    b.generate(prompt, NUM_NEW)
-                    taken_s = time.monotonic() - begun
-                    assert taken_s < HANG_S, "a request that wants nothing of A waited for it"
-                assert [future.result(60).output_ids for future in waiting] == expected
-        finally:
-            for pid in stopped:
-                os.kill(pid, signal.SIGCONT)
-
-    def test_dead_redis_costs_nothing_and_is_found_again(
-        self, pair: list[Server], redis: RedisServer
-    ) -> None:
-        a, b = pair
-        wait_for_peers(b, BLIND)  # after it hung
-        redis.kill()
-        until(lambda: b.tier_state()["peer_discovery_works"] == 0, "it was not noticed")
-        before = b.tier_state()["loaded_pages:peer"]
-        answers = b.generate_all(BLIND, concurrency=1, num_new=NUM_NEW)
-        assert [answer.output_ids for answer in answers] == self.opened["blind"]
-        assert b.tier_state()["loaded_pages:peer"] > before, "who is known stays known"
-        redis.start()  # empty
-        for server in (a, b):
-            until(lambda s=server: s.tier_state()["peer_discovery_works"] == 1, "not found again")
-        wait_for_peers(b, LATE)
+    # What was fetched is kept, and served again.
+    for prompt in MOVED:
+        until(lambda p=prompt: residency(b, p)["nvme"] >= aligned(LENGTH), "not kept")
+        until(lambda p=prompt: residency(a, p)["peer"] >= aligned(LENGTH), "not told")
+    for server in pair:
+        assert PASSWORD not in json.dumps(server.request("/server_info")) + server.log
 
 
-def children(pid: int) -> list[int]:
-    """Of a process and of theirs."""
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+def test_a_server_that_hangs_never_stalls_the_scheduler(pair: list[Server]) -> None:
+    """Stopped, so that its connections stay open and nothing answers."""
+    a, b = pair
+    expected = compute(a, HUNG)
+    wait_for_peers(b, HUNG)
+    parent = psutil.Process(a.process.pid)
+    stopped = [parent.pid, *(child.pid for child in parent.children(recursive=True))]
+    try:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(len(HUNG)) as pool:
+            waiting = [pool.submit(b.generate, prompt, NUM_NEW) for prompt in HUNG]
+            # One after another: the first may come before the loads that wait for A.
+            for prompt in make_prompts(4711, 3, LENGTH):
+                begun = time.monotonic()
+                b.generate(prompt, NUM_NEW)
+                taken_s = time.monotonic() - begun
+                assert taken_s < HANG_S, "a request that wants nothing of A waited for it"
+            assert [future.result(60).output_ids for future in waiting] == expected
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_each_rank_is_a_peer_and_all_purge(

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from route_front import Front
 
 from conftest import PAGE, aligned, ask, make_prompts
 from kit.scrapes import by_rank
 from kit.waiting import eventually
-from prefill_decode import PrefillDecode, spawn_role, transfer_state, wait_until_healthy
+from prefill_decode import PrefillDecode, transfer_state
 from server_process import Server, free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, LENGTH, LONG = 4, 1500, 200
+OTHER_PORT = free_port()  # of what decode becomes
 KEPT = 512  # that decode keeps free for each of its requests
 PROMPTS = make_prompts(4901, NUM_PROMPTS, LENGTH)
 FLAGS = (
@@ -52,27 +52,11 @@ def record_of(server: Server) -> dict[str, Any]:
     return record
 
 
-@pytest.fixture(scope="module")
-def other_port() -> int:
-    """Of what decode becomes."""
-    return free_port()
-
-
-@pytest.fixture(scope="module")
-def pair(
-    model: Path, other_port: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[PrefillDecode]:
-    folder = tmp_path_factory.mktemp("switching")
-    made = PrefillDecode.spawn(
-        model,
-        folder,
-        *FLAGS,
-        prefill=("--tier-dir", str(folder / "one")),
-        decode=(
-            *("--tier-dir", str(folder / "two")),
-            *("--disaggregation-bootstrap-port", str(other_port)),
-        ),
-    )
+@pytest.fixture
+def pair(model: Path, tmp_path: Path) -> Iterator[PrefillDecode]:
+    prefill, decode = (("--tier-dir", str(tmp_path / name)) for name in ("one", "two"))
+    decode += ("--disaggregation-bootstrap-port", str(OTHER_PORT))
+    made = PrefillDecode.spawn(model, tmp_path, *FLAGS, prefill=prefill, decode=decode)
     try:
         made.wait_until_ready()
         yield made
@@ -99,7 +83,7 @@ def handed_over(pair: PrefillDecode) -> float:
     return state["transfer_bytes:wire"] + state["transfer_bytes:same_host"]
 
 
-def test_roles_change_under_traffic(pair: PrefillDecode, other_port: int, stock: Server) -> None:
+def test_roles_change_under_traffic(pair: PrefillDecode, stock: Server) -> None:
     """The orders come while requests run; those end first, in their old roles."""
     expected = [answer.output_ids for answer in stock.generate_all(PROMPTS)]
     long = [answer.output_ids for answer in stock.generate_all(PROMPTS, num_new=LONG)]
@@ -124,7 +108,7 @@ def test_roles_change_under_traffic(pair: PrefillDecode, other_port: int, stock:
         with ThreadPoolExecutor(2) as probes:
             late = [probes.submit(is_refused, server, has_switched) for server in first]
             try:
-                change_places(pair, other_port)
+                change_places(pair, OTHER_PORT)
             finally:
                 has_switched.set()
             # One that is empty at once switches between two looks of a busy machine.
@@ -142,52 +126,10 @@ def test_roles_change_under_traffic(pair: PrefillDecode, other_port: int, stock:
         text = server.request("/metrics")
         assert by_rank(text, "transfer_rooms_ended_total", outcome="failed") == {"0": 0.0}
         assert by_rank(text, "transfer_rooms_ended_total", outcome="done")["0"] > NUM_PROMPTS
-    for turn, port in enumerate((first_port, other_port, first_port)):  # back and forth
+    for turn, port in enumerate((first_port, OTHER_PORT, first_port)):  # back and forth
         change_places(pair, port)
         prompts = [PROMPTS[turn], *make_prompts(4910 + turn, 3, 700)]
         got = [reply.output_ids for reply in pair.generate_all(prompts)]
         assert got == [answer.output_ids for answer in stock.generate_all(prompts)]
         roles = [record_of(server)["role"] for server in (pair.prefill, pair.decode)]
         assert roles == ["prefill", "decode"], "routers learn of it"
-
-
-def test_the_picker_moves_a_server_to_work(
-    pair: PrefillDecode, model: Path, tmp_path: Path
-) -> None:
-    """One prefills as much as it can, and one of two that decode has nothing to do."""
-    own = (*FLAGS, "--tier-dir", str(tmp_path / "three"))
-    idle = spawn_role(model, tmp_path / "idle.log", "decode", free_port(), own)
-    urls = [server.url for server in (pair.prefill, pair.decode, idle)]
-    front, prompts = None, iter(make_prompts(4930, 500, 3500))
-    try:
-        wait_until_healthy(idle)
-        balance = ("--envoy", "off", "--balance", "on", "--balance-cooldown", "10s")
-        front = Front.start(tmp_path, urls, *balance)
-        front.wait_until_ready(3)
-        ended = threading.Event()
-
-        def prefills() -> None:
-            while not ended.is_set():
-                assert pair.generate(next(prompts), 1).status == 200
-
-        with ThreadPoolExecutor(3) as pool:
-            working = [pool.submit(prefills) for _ in range(3)]
-            try:
-                eventually(
-                    lambda: "has taken its new role" in front.log, "one switches", timeout_s=120
-                )
-            finally:
-                ended.set()
-            for work in working:
-                work.result()
-        expected = dict(zip(urls, ("prefill", "decode", "prefill"), strict=True))
-
-        def roles() -> dict[str, str]:
-            """Of the servers that take requests."""
-            return {row["url"]: row["role"] for row in front.servers() if row["ready"]}
-
-        eventually(lambda: roles() == expected, "all serve")
-    finally:
-        if front is not None:
-            front.close()
-        idle.kill()
