@@ -70,21 +70,21 @@ PYTHONPATH = os.environ.get("PYTHONPATH", "")
 def forked(zygotes: Zygotes, asynchronous: None) -> Iterator[None]:
     """Servers come from a process that has imported SGLang (``zygote``). What a user's own start
     does is seen where scripts and commands are started."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Server, "open_process", staticmethod(by(zygotes)))
+    with from_zygotes(zygotes):
         yield
 
 
-def by(zygotes: Zygotes) -> Callable[[list[str], dict[str, str], Path], ForkedProcess]:
-    """What opens a server's process as a fork."""
-
+@contextlib.contextmanager
+def from_zygotes(zygotes: Zygotes) -> Iterator[pytest.MonkeyPatch]:
     def open_process(
         command: list[str], environment: dict[str, str], log_path: Path
     ) -> ForkedProcess:
         assert command[1:3] == ["-m", "sglang_tiered.launch_server"]
         return zygotes.fork(command[1:], environment, log_path)
 
-    return open_process
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "open_process", staticmethod(open_process))
+        yield patch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,22 +98,21 @@ def asynchronous(
     """
     seed = os.environ.get("ASYNC_PLATFORM_SEED", "1")
     seams = ASYNCHRONOUS.get(request.module.__name__.rpartition(".")[2])
-    if seams is None or not seed:
-        with pytest.MonkeyPatch.context() as patch:
+    path = tmp_path_factory.mktemp("platform") / "report.jsonl"
+    started: list[Server] = []
+    spawn = Server.spawn
+
+    def spawn_and_note(*arguments: Any, **named: Any) -> Server:
+        started.append(spawn(*arguments, **named))
+        return started[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if seams is None or not seed:
             patch.delenv("ASYNC_PLATFORM_SEED", raising=False)
             yield
-        return
-    path = tmp_path_factory.mktemp("platform") / "report.jsonl"
-    with pytest.MonkeyPatch.context() as patch:
+            return
         for name, value in platform_process.environment(path, seed=int(seed)).items():
             patch.setenv(name, value)
-        started: list[Server] = []
-        spawn = Server.spawn
-
-        def spawn_and_note(*arguments: Any, **named: Any) -> Server:
-            started.append(spawn(*arguments, **named))
-            return started[-1]
-
         patch.setattr(Server, "spawn", spawn_and_note)
         yield
     seen = report.read(path)
@@ -132,8 +131,7 @@ def stock(
     model: Path, tmp_path_factory: pytest.TempPathFactory, zygotes: Zygotes
 ) -> Iterator[Server]:
     """SGLang without tiers: what it answers, every other server of the model must."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Server, "open_process", staticmethod(by(zygotes)))
+    with from_zygotes(zygotes) as patch:
         # It is on no asynchronous platform, whichever module is the first to ask.
         patch.delenv("ASYNC_PLATFORM_SEED", raising=False)
         patch.setenv("PYTHONPATH", PYTHONPATH)

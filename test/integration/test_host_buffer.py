@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +58,6 @@ def test_hybrid_model_in_little_host_memory_comes_back(
     loaded = server.generate_all(PROMPTS, concurrency=2)
     assert outputs(loaded) == outputs(computed) and all_stored(loaded)
 
-    # A conversation goes on behind what the device holds.
-    longer = PROMPTS[-1] + computed[-1].output_ids + make_prompts(12, 1, 300)[0]
-    grown = server.generate(longer)
-    assert grown.num_cached >= WHOLE
-    store_all(server, [longer])
-    refill_device(server, 13)
-    again = server.generate(longer)
-    assert again.output_ids == grown.output_ids
-    assert again.cached["storage"] == aligned(len(longer))
-
     # What was erased is neither served nor kept from being stored again.
     hers = server.generate(PROMPTS[0], **HERS)
     assert hers.num_cached == 0
@@ -96,27 +85,3 @@ def test_hybrid_model_in_little_host_memory_comes_back(
     answers = restarted.generate_all(PROMPTS, concurrency=2)
     assert outputs(answers) == outputs(computed) and all_stored(answers)
     restarted.kill()
-
-
-def test_evicted_pages_of_hybrids_are_stored_again(
-    launch: Launch, model: Path, tmp_path: Path
-) -> None:
-    """SGLang believes it to be there, and asks for none of it."""
-    tiers = ("--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "16MiB")
-    path = write_sliding_window(model, tmp_path / "model")
-    server = launch(*FLAGS, *tiers, model_path=path)
-    expected = server.generate(PROMPTS[0]).output_ids
-    store_all(server, PROMPTS[:1])
-    server.generate_all(make_prompts(16, 24, LENGTH), concurrency=2)
-    deadline = time.monotonic() + 120
-    while server.generate(PROMPTS[0]).num_cached:  # which is a use, so that it may stay
-        server.generate_all(make_prompts(int(time.monotonic()), 8, LENGTH), concurrency=2)
-        assert time.monotonic() < deadline, "NVMe keeps it"
-    while True:  # windows come after KV, and may leave the device before
-        wait_until_stored(server, PROMPTS[0])
-        refill_device(server, 19)
-        again = server.generate(PROMPTS[0])
-        assert again.output_ids == expected
-        if again.cached["storage"] == WHOLE:
-            return
-        assert time.monotonic() < deadline, "it is not stored again"

@@ -25,7 +25,7 @@ from simulation.lives import live_below_capacity, live_full
 
 from kit.faulty import FaultyDevice
 from kit.runs import NAMESPACE
-from kit.waiting import drained
+from kit.waiting import drained, eventually
 from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
@@ -144,8 +144,7 @@ def work(engine: RegionEngine, seeds: Sequence[int], seconds: float) -> None:
 def expect_quiet(engine: RegionEngine, directory: Path, closed_descriptors: int) -> None:
     assert drained(engine, TIMEOUT_S)
     stats = engine.stats()
-    assert stats.num_inflight_jobs == 0
-    assert stats.queued_store_bytes == 0
+    assert stats.num_inflight_jobs == 0 and stats.queued_store_bytes == 0
     assert stats.physical_bytes <= CAPACITY
     engine.check_integrity()  # pins included, as nothing is under way
     regions = len(list(directory.glob("region-*.kv")))
@@ -156,14 +155,10 @@ def expect_quiet(engine: RegionEngine, directory: Path, closed_descriptors: int)
 def expect_service(engine: RegionEngine, device: FaultyDevice, number: int) -> None:
     """Without failures everything works again, whatever this round did."""
     device.failure_rate = 0.0
-    deadline = time.monotonic() + TIMEOUT_S
-    while engine.stats().health is not Health.RUNNING:
-        assert time.monotonic() < deadline, engine.stats()
-        threading.Event().wait(0.05)
+    eventually(lambda: engine.stats().health is Health.RUNNING)
     ledger, fresh = Ledger(), keys(range(100_000 + 4 * number, 100_004 + 4 * number))
-    while set(ledger.store(engine, fresh)) - {Reason.OK, Reason.DUPLICATE}:
-        assert time.monotonic() < deadline, engine.stats()
-        threading.Event().wait(0.05)
+    stored = {Reason.OK, Reason.DUPLICATE}
+    eventually(lambda: set(ledger.store(engine, fresh)) <= stored)
     assert ledger.load(engine, fresh) == [Reason.OK] * len(fresh)
     if not ledger.sync(engine):  # pages are held that a sync failed on
         is_true(engine.erase(Erasure()), TIMEOUT_S)
@@ -173,11 +168,9 @@ def expect_service(engine: RegionEngine, device: FaultyDevice, number: int) -> N
 def test_nothing_leaks_and_nothing_lies(tmp_path: Path) -> None:
     directory = tmp_path / "store"
     directory.mkdir(mode=0o700)
-    process = psutil.Process()
     end = time.monotonic() + 0.6 * SECONDS
-    threads_before = set(threading.enumerate())
     device = FaultyDevice(FileDevice(directory))
-    descriptors_before = num_descriptors()
+    before = set(threading.enumerate()), num_descriptors()
     engine = open_engine(directory, device)
     memory: list[int] = []
     for number in itertools.count():
@@ -185,21 +178,19 @@ def test_nothing_leaks_and_nothing_lies(tmp_path: Path) -> None:
         work(engine, range(NUM_WORKERS * number, NUM_WORKERS * (number + 1)), ROUND_S)
         device.calls.clear()  # the record of the fault device is no leak of the engine
         expect_service(engine, device, number)
-        expect_quiet(engine, directory, descriptors_before)
+        expect_quiet(engine, directory, before[1])
         gc.collect()
         malloc_trim(0)  # else what threads that ended left unused in their arenas counts as a leak
-        memory.append(process.memory_info().rss)
+        memory.append(psutil.Process().memory_info().rss)
         print(f"round {number}: {memory[-1] >> 20} MiB, {engine.stats()}")
-        if number % 4 == 3:
+        is_over = time.monotonic() > end
+        if is_over or number % 4 == 3:
             engine.close()
-            assert set(threading.enumerate()) == threads_before, "threads outlive their engine"
-            assert num_descriptors() == descriptors_before, "descriptors outlive their engine"
-            engine = open_engine(directory, device)
-        if time.monotonic() > end:
+            assert (set(threading.enumerate()), num_descriptors()) == before, "left by the engine"
+        if is_over:
             break
-    engine.close()
-    assert set(threading.enumerate()) == threads_before
-    assert num_descriptors() == descriptors_before
+        if number % 4 == 3:
+            engine = open_engine(directory, device)
     if len(memory) > NUM_WARM_UP_ROUNDS:
         growth = memory[-1] - max(memory[: NUM_WARM_UP_ROUNDS + 1])
         assert growth < MAX_GROWTH_BYTES, f"{growth >> 20} MiB more: {memory}"
