@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import yaml
-from deployed import DEPLOY, ROOT, SECRETS, Service, is_shell, read_dockerfile, read_services
+from deployed import DEPLOY, ROOT, SECRETS, Service, read_dockerfile, read_services
 from object_server import CREDENTIALS, ObjectServer
 from redis import AuthenticationError, Redis
 from redis_server import redis_program
@@ -232,8 +232,3 @@ def test_sigterm_ends_a_server_within_its_grace(stack: Stack) -> None:
     looked = stack.run("prefill", service.health)
     assert looked.returncode == 1 and looked.stdout.startswith("tiers_ready: "), looked.stdout
     assert process.wait(timeout=60.0 * int(minutes[1])) == 0
-
-
-def test_every_shell_of_the_file_is_run_here(stack: Stack) -> None:
-    """One that is added is one more that nobody has seen running."""
-    assert {s.name for s in stack.services.values() if is_shell(s.command)} <= {*ONCE, "redis"}

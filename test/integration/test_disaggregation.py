@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from conftest import PAGE, make_prompts, residency, until
-from kit.scrapes import by_rank
 from prefill_decode import PrefillDecode, post, transfer_state
 from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 SMALL = (
-    *("--max-total-tokens", "16384", "--chunked-prefill-size", "512", "--enable-metrics"),
+    *("--max-total-tokens", "16384", "--chunked-prefill-size", "512"),
     *("--tier-host-bytes", "64MiB", "--tier-nvme-bytes", "256MiB", "--tier-load", "always"),
 )
 MOVED = ("transfer_bytes:wire", "transfer_bytes:same_host")
@@ -50,16 +49,9 @@ def test_handoff_of_any_prompt_length_keeps_the_answer(pair: Pair, stock: Server
     for prompt in prompts:
         assert pair.generate(prompt).output_ids == stock.generate(prompt).output_ids, len(prompt)
     for server in (pair.prefill, pair.decode):
-        told = transfer_state(server)["transfer_rooms_ended:done"]
-        assert told >= len(LENGTHS)
-        until(lambda server=server, told=told: exported(server, "done") == {"0": told})
-        assert exported(server, "failed") == {"0": 0.0}
-
-
-def exported(server: Server, outcome: str) -> dict[str, float]:
-    """Handoffs that ended so, by rank."""
-    text = server.request("/metrics")
-    return by_rank(text, "transfer_rooms_ended_total", outcome=outcome)
+        state = transfer_state(server)
+        assert state["transfer_rooms_ended:done"] >= len(LENGTHS)
+        assert not state["transfer_rooms_ended:failed"]
 
 
 def moved(pair: Pair) -> float:

@@ -86,13 +86,8 @@ def test_documented_commands_run_and_ctrl_c_leaves_nothing(
         server.kill()
 
 
-@pytest.mark.parametrize(
-    "command", ["scripts/serve", pytest.param("scripts/serve-pd", marks=pytest.mark.long)]
-)
-def test_ctrl_c_during_a_model_load_leaves_nothing(
-    command: str, desk: Desk, port: int, tmp_path: Path
-) -> None:
-    server = desk.start(f"{command} --port {port}", port, tmp_path / "log")
+def test_ctrl_c_during_a_model_load_leaves_nothing(desk: Desk, port: int, tmp_path: Path) -> None:
+    server = desk.start(f"scripts/serve --port {port}", port, tmp_path / "log")
     try:
         wait_for(re.compile("server_args="), server)  # it starts the other processes then
         interrupt(server)
