@@ -219,7 +219,9 @@ def test_every_target_of_prometheus_tells_ours(stack: Stack) -> None:
     targets = {tuple(target.split(":")) for static in statics for target in static["targets"]}
     assert {host for host, _ in targets} >= {*SERVERS, "router"}
     for host, port in targets - {("127.0.0.1", "9090")}:
-        with urllib.request.urlopen(stack.at(host, int(port)).url + "/metrics") as response:
+        with urllib.request.urlopen(
+            stack.at(host, int(port)).url + "/metrics", timeout=60
+        ) as response:
             assert "\nsglang_tiered_" in response.read().decode(), host
 
 
