@@ -15,6 +15,7 @@ import time
 from array import array
 from collections import Counter
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,20 +24,38 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "async_platform"))
 torch.set_num_threads(1)
 for name in [name for name in os.environ if name.startswith("SGLANG_")]:
     del os.environ[name]
 
 from erasing_traffic import TENANTS, ErasingTraffic  # noqa: E402
 from load_states import LoadWatch  # noqa: E402
+from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: E402
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch  # noqa: E402
+from sglang.srt.managers.schedule_policy import SchedulePolicy  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: E402
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
+from sglang.srt.mem_cache.common import release_kv_cache  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
+from sglang.srt.runtime_context import get_parallel  # noqa: E402
+from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
+from sglang.srt.server_args import (  # noqa: E402
+    ServerArgs,
+    set_global_server_args_for_scheduler,
+)
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 from slow_reads import SlowReads  # noqa: E402
+from small_cache import make_pool, storage_flags  # noqa: E402
 from world_waits import BoundedWaits  # noqa: E402
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode  # noqa: E402
 from sglang_tiered.integration.cache.loads import PricedLoad  # noqa: E402
+from sglang_tiered.integration.cache.radix_cache import TieredRadixCache  # noqa: E402
+from sglang_tiered.integration.identity import namespace  # noqa: E402
 from sglang_tiered.integration.plugin import register  # noqa: E402
 from sglang_tiered.policy import both_ends  # noqa: E402
 from sglang_tiered.policy.cost_model import LoadPlan  # noqa: E402
@@ -76,51 +95,22 @@ def value_at(tokens: Any) -> torch.Tensor:
     return ((torch.cumsum(numbers * weights, 0) % 1000.0) * 8).round().float() / 8
 
 
-def configure(folder: str, host_bytes: int) -> TieredConfig:
-    nvme = NvmeConfig(
-        directory=folder, capacity_bytes=256 * MiB, region_bytes=4 * MiB, both_ends=True
-    )
-    config = TieredConfig(mode=TierMode.NVME, host_bytes=host_bytes, nvme=nvme, num_ranks=1)
-    config.to_environment(os.environ)
-    return config
-
-
 class SchedulingWorld:
     """A scheduler without a model, over the real cache."""
 
     def __init__(
-        self,
-        folder: str,
-        held: ExitStack,
-        *,
-        device_tokens: int,
-        host_bytes: int,
-        chunk_tokens: int,
-        has_overlap: bool,
-        seed: int,
+        self, folder: str, held: ExitStack, rnd: random.Random, *, has_overlap: bool, seed: int
     ) -> None:
-        from sglang.srt.disaggregation.utils import DisaggregationMode
-        from sglang.srt.managers.schedule_batch import ScheduleBatch
-        from sglang.srt.managers.schedule_policy import SchedulePolicy
-        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-        from sglang.srt.runtime_context import get_parallel
-        from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-        from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-        from sglang_tiered.integration.identity import namespace
-        from sglang_tiered.integration.launch.resolve import _storage_arguments
-
-        config = configure(folder, host_bytes)
+        device_tokens = self.device_tokens = rnd.choice([1024, 2048, 4096])
+        host_tokens = int(rnd.choice([0.75, 1.5, 3.0]) * device_tokens)
+        chunk_tokens = rnd.choice([64, 128, 256])
+        nvme = NvmeConfig(
+            directory=folder, capacity_bytes=256 * MiB, region_bytes=4 * MiB, both_ends=True
+        )
+        host_bytes = host_tokens * 2 * LAYERS * HEADS * DIM * 4
+        config = TieredConfig(mode=TierMode.NVME, host_bytes=host_bytes, nvme=nvme, num_ranks=1)
+        config.to_environment(os.environ)
         namespace.server_identity = lambda _: {"model": "m"}
-        flags = {
-            flag.removeprefix("--").replace("-", "_"): value
-            for flag, value in _storage_arguments(PAGE).items()
-            if flag.startswith("--hicache-storage-backend")
-        }
         arguments = ServerArgs(
             model_path="dummy",
             page_size=PAGE,
@@ -131,7 +121,7 @@ class SchedulingWorld:
             enable_hierarchical_cache=True,
             attention_backend="torch_native",
             chunked_prefill_size=chunk_tokens,
-            **flags,
+            **storage_flags(),
         )
         arguments._mamba_cache_chunk_size = 64
         set_global_server_args_for_scheduler(arguments)
@@ -143,13 +133,9 @@ class SchedulingWorld:
             )
         )
         self.rows = ReqToTokenPool(MAX_RUNNING, 2048, "cpu", enable_memory_saver=False)
-        shape = {"page_size": PAGE, "dtype": torch.float32, "head_num": HEADS, "head_dim": DIM}
-        self.pool = MHATokenToKVPool(
-            size=device_tokens, layer_num=LAYERS, device="cpu", enable_memory_saver=False, **shape
-        )
-        self.allocator = PagedTokenToKVPoolAllocator(
-            device_tokens, PAGE, torch.float32, "cpu", self.pool, need_sort=False
-        )
+        shape = {"layers": LAYERS, "heads": HEADS, "dim": DIM}
+        self.allocator = make_pool(device_tokens // PAGE, PAGE, **shape)
+        self.pool = self.allocator.get_kvcache()
         params = CacheInitParams(
             req_to_token_pool=self.rows,
             token_to_kv_pool_allocator=self.allocator,
@@ -159,11 +145,17 @@ class SchedulingWorld:
         )
         self.cache: Any = TieredRadixCache(params, config)
         self.cache.init_hicache(arguments, params)
-        self.device_tokens, self.has_overlap = device_tokens, has_overlap
+        self.has_overlap = has_overlap
         self.log: list[Any] = []
         self.at_door: list[tuple[int, Any]] = []  # until when decode is late, and for whom
         self.busy_adapters: set[str | None] = set()  # for which there is no slot now
-        scheduler = self.scheduler = Scheduler.__new__(Scheduler)
+        self.scheduler = self._make_scheduler(chunk_tokens)
+        self.erasing = ErasingTraffic(self, random.Random(seed))
+        self.scheduler.flush_cache = self.erasing.flush
+        self.watch = LoadWatch(self.cache)
+
+    def _make_scheduler(self, chunk_tokens: int) -> Any:
+        scheduler = Scheduler.__new__(Scheduler)
         scheduler.__dict__.update(
             **dict.fromkeys(NONE.split()),
             **dict.fromkeys(FALSE.split(), False),
@@ -197,7 +189,7 @@ class SchedulingWorld:
             spec_algorithm=SpeculativeAlgorithm.NONE,
             is_generation=True,
             model_config=SimpleNamespace(vocab_size=1 << 20, is_encoder_decoder=False),
-            enable_overlap=has_overlap,
+            enable_overlap=self.has_overlap,
             beam_coordinator=SimpleNamespace(
                 pending_member_rows=lambda _: 0, retire_group=lambda _: None
             ),
@@ -222,9 +214,7 @@ class SchedulingWorld:
         )
         scheduler.policy = SchedulePolicy("fcfs", self.cache, True, False, False)
         scheduler.update_running_batch = lambda _: None
-        self.erasing = ErasingTraffic(self, random.Random(seed))
-        scheduler.flush_cache = self.erasing.flush
-        self.watch = LoadWatch(self.cache)
+        return scheduler
 
     # ---- A pass ----
 
@@ -243,11 +233,8 @@ class SchedulingWorld:
             ):
                 for buffer in buffers:
                     held = sign * buffer[slots].flatten(1) - (STAMP * held_stamps)[:, None]
-                    wrong = ((held - wanted[:begin, None]).abs() > 1e-3).any(1)
-                    assert not wrong.any(), (
-                        f"{req.rid}: wrong KV at {wrong.nonzero()[:4].flatten().tolist()} of a "
-                        f"prefix of {begin}"
-                    )
+                    wrong = ((held - wanted[:begin, None]).abs() > 1e-3).any(1).nonzero()
+                    assert not len(wrong), f"{req.rid}: wrong KV at {wrong[:4]} of {begin}"
                     new = sign * (wanted[begin:end] + STAMP * stamp)
                     buffer[row[begin:end]] = new[:, None, None].expand(-1, HEADS, DIM)
         self.cache.tiering.planner.note_run(len(batch.reqs))
@@ -255,8 +242,6 @@ class SchedulingWorld:
 
     def _process(self, result: Any) -> None:
         """The part of SGLang's ``process_batch_result_prefill`` that concerns the cache."""
-        from sglang.srt.mem_cache.common import release_kv_cache
-
         for req, end in zip(result.batch.reqs, result.ends, strict=True):
             if req.inflight_middle_chunks > 0:
                 req.inflight_middle_chunks -= 1
@@ -280,10 +265,7 @@ class SchedulingWorld:
         if batch:
             self.log.append([(req.rid, req.prefix_len, req.extend_end) for req in batch.reqs])
             scheduler.result_queue.append(self._run(batch))
-        if self.has_overlap:
-            if scheduler.last_batch:
-                self._process(scheduler.result_queue.pop(0))
-        elif batch:
+        if scheduler.last_batch if self.has_overlap else batch:
             self._process(scheduler.result_queue.pop(0))
         scheduler.last_batch = batch
         if not batch and not self.at_door:
@@ -306,9 +288,6 @@ class SchedulingWorld:
                 ends[rid] = end
 
     def request(self, rid: str, tokens: list[int], family: int) -> Any:
-        from sglang.srt.managers.schedule_batch import Req
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
         sampling = SamplingParams(max_new_tokens=1)
         sampling.normalize(None)
         names = {"extra_key": TENANTS[family], "lora_id": ADAPTERS[family]}
@@ -316,10 +295,8 @@ class SchedulingWorld:
         self.erasing.control.after_request(None, req)
         return req
 
-    def add(self, rid: str, tokens: list[int], family: int) -> Any:
-        req = self.request(rid, tokens, family)
-        Scheduler._add_request_to_queue(self.scheduler, req)
-        return req
+    def add(self, rid: str, tokens: list[int], family: int) -> None:
+        Scheduler._add_request_to_queue(self.scheduler, self.request(rid, tokens, family))
 
     def runs_alone(self, rid: str, tokens: list[int], family: int) -> None:
         """A request comes, and is waited for."""
@@ -349,7 +326,6 @@ class SchedulingWorld:
                 [(req.rid, len(req.origin_input_ids)) for req in self.scheduler.waiting_queue],
                 [getattr(self.cache, f"ongoing_{what}") for what in ONGOING],
                 self.erasing.open_calls,
-                self.cache.has_loads_under_way,
                 self.cache.tiering.stores.queue.waiting(),
             )
             step()
@@ -357,10 +333,8 @@ class SchedulingWorld:
 
     def settle(self) -> None:
         """Every copy, load and store is done."""
-        cache = self.cache
-        self.until(
-            lambda: not cache.is_under_way() and not cache.tiering.stores.queue.waiting(), self.rest
-        )
+        waiting = self.cache.tiering.stores.queue.waiting
+        self.until(lambda: not self.cache.is_under_way() and not waiting(), self.rest)
 
     def rest(self) -> None:
         """A step without requests."""
@@ -369,8 +343,6 @@ class SchedulingWorld:
 
     def forget(self) -> None:
         """Empty device and host memory; the store keeps what it has."""
-        from sglang.srt.managers.schedule_batch import ScheduleBatch
-
         self.settle()
         self.cache.reset()
         self.allocator.clear()
@@ -391,20 +363,15 @@ class SchedulingWorld:
         self.settle()
         controller = cache.cache_controller
         host = controller.mem_pool_host
-        assert cache.protected_size() == 0, cache.protected_size()
-        held = cache.evictable_size(), self.allocator.available_size()
-        assert sum(held) == self.device_tokens, held
+        assert cache.protected_size() == 0
+        assert cache.evictable_size() + self.allocator.available_size() == self.device_tokens
         assert self.rows.available_size() == MAX_RUNNING
-        assert not cache.ongoing_prefetch, cache.ongoing_prefetch
-        assert controller.prefetch_tokens_occupied == 0, controller.prefetch_tokens_occupied
+        assert not cache.ongoing_prefetch and not controller.prefetch_tokens_occupied
         assert not cache.tiering.planner.loads
-        assert not cache.prefetch_loaded_tokens_by_reqid, cache.prefetch_loaded_tokens_by_reqid
+        assert not cache.prefetch_loaded_tokens_by_reqid
         assert not cache._storage_prefetch_hit_remaining_by_reqid
         self.empty_memory()
-        assert host.available_size() == host.logical_size, (
-            host.available_size(),
-            host.logical_size,
-        )
+        assert host.available_size() == host.logical_size
         assert self.allocator.available_size() == self.device_tokens
 
 
@@ -444,17 +411,7 @@ class RandomRun:
 
     def __init__(self, folder: str, seed: int, held: ExitStack, *, has_overlap: bool) -> None:
         rnd = self.rnd = random.Random(seed)
-        device_tokens = rnd.choice([1024, 2048, 4096])
-        host_tokens = int(rnd.choice([0.75, 1.5, 3.0]) * device_tokens)
-        self.world = SchedulingWorld(
-            folder,
-            held,
-            device_tokens=device_tokens,
-            host_bytes=host_tokens * 2 * LAYERS * HEADS * DIM * 4,
-            chunk_tokens=rnd.choice([64, 128, 256]),
-            has_overlap=has_overlap,
-            seed=seed + 2,
-        )
+        self.world = SchedulingWorld(folder, held, rnd, has_overlap=has_overlap, seed=seed + 2)
         self.families = self.world.erasing.families
         self.prices = RandomPrices(self.world.cache.tiering.planner, rnd)
         self.reads = SlowReads(self.world.cache.storage, random.Random(seed + 1))
@@ -516,6 +473,7 @@ class RandomRun:
             cache.evict(EvictParams(num_tokens=rnd.randrange(16, world.device_tokens)))
         if rnd.random() < 0.03:
             cache.evict_host(rnd.randrange(16, 2 * world.device_tokens))
+        world.erasing.something_happens()
 
     def run(self) -> dict[str, Any]:
         world, rnd = self.world, self.rnd
@@ -531,7 +489,6 @@ class RandomRun:
                         self.arrives(number)
             self.come_in(number)
             self.something_happens()
-            world.erasing.something_happens()
             num_logged = len(world.log)
             world.step()
             self.waits.step()
@@ -548,14 +505,9 @@ class RandomRun:
         world.erasing.check_clean()
         world.check_clean()
         world.cache.release_host_resources()
-        return {
-            "requests": self.num_requests,
-            "aborted": self.num_aborted,
-            "planned": self.prices.num_planned,
-            "held up": self.waits.num_held_up,
-            **Counter(world.moves()),
-            **world.erasing.counts,
-        }
+        counts = {"requests": self.num_requests, "aborted": self.num_aborted}
+        counts |= {"planned": self.prices.num_planned, "held up": self.waits.num_held_up}
+        return {**counts, **Counter(world.moves()), **world.erasing.counts}
 
 
 def main() -> None:

@@ -80,11 +80,9 @@ class CacheWorld:
         config: TieredConfig,
         *,
         has_window: bool,
-        policy: str,
-        policy_config: dict[str, int] | None,
         is_small: bool,
-        is_eagle: bool,
         page_size: int,
+        **of_cache: Any,
     ) -> None:
         self.page_size = page_size
         self.has_window = has_window
@@ -105,6 +103,7 @@ class CacheWorld:
             self.allocator = SWATokenToKVPoolAllocator(
                 DEVICE_TOKENS, DEVICE_TOKENS, page_size, torch.float32, "cpu", pool, need_sort=False
             )
+            of_cache["sliding_window_size"] = WINDOW_PAGES * page_size
         else:
             num_pages = DEVICE_TOKENS // page_size
             self.allocator = make_pool(num_pages, page_size, layers=2, heads=HEADS, dim=HEAD_DIM)
@@ -113,13 +112,8 @@ class CacheWorld:
             req_to_token_pool=ReqToTokenPool(4, 1024, "cpu", enable_memory_saver=False),
             token_to_kv_pool_allocator=self.allocator,
             page_size=page_size,
-            sliding_window_size=WINDOW_PAGES * page_size if has_window else None,
-            tree_components=(
-                (ComponentType.FULL, ComponentType.SWA) if has_window else (ComponentType.FULL,)
-            ),
-            is_eagle=is_eagle,
-            eviction_policy=policy,
-            eviction_policy_config=policy_config,
+            tree_components=(ComponentType.FULL, *[ComponentType.SWA] * has_window),
+            **of_cache,
         )
         if is_small:
             small_host_core.register_core()
@@ -293,12 +287,10 @@ def cache_world(
     tier is smaller than device memory. ``is_eagle``: pages are of pairs of tokens. ``bucket``:
     where an object tier is, if there is one. ``log``: where lines of requests are written.
     ``server_args``: of SGLang, beside those that all have."""
-    nvme = NvmeConfig(directory=str(directory), capacity_bytes=64 * MiB, region_bytes=8 * MiB)
-    host_bytes = (1 if is_small else 8) * MiB
     config = TieredConfig(
         mode=TierMode.NVME,
-        host_bytes=host_bytes,
-        nvme=nvme,
+        host_bytes=(1 if is_small else 8) * MiB,
+        nvme=NvmeConfig(directory=str(directory), capacity_bytes=64 * MiB, region_bytes=8 * MiB),
         num_ranks=1,
         object=None if bucket is None else ObjectConfig(url=bucket.as_uri()),
         request_log=None if log is None else RequestLogConfig(path=str(log)),
@@ -310,12 +302,9 @@ def cache_world(
     monkeypatch.setattr(namespace, "server_identity", lambda config: {"model": "m"})
     slow = PrefillCost((1.0, 1.0, 0.0))
     monkeypatch.setattr(prefill_prior, "probe_prefill", lambda *_, **__: slow)
-    flags = {
-        flag.lstrip("-").replace("-", "_"): value
-        for flag, value in _storage_arguments(page_size).items()
-    }
+    flags = _storage_arguments(page_size).items()
     override = get_context().override_server_args(
-        **flags,
+        **{flag.lstrip("-").replace("-", "_"): value for flag, value in flags},
         **server_args,
         device="cpu",
         page_size=page_size,
@@ -324,30 +313,19 @@ def cache_world(
         hicache_mem_layout="page_first_direct",
         hicache_write_policy="write_through",
     )
-    with (
-        override as settings,
-        get_parallel().override(
-            tp_rank=0,
-            tp_size=1,
-            pp_rank=0,
-            pp_size=1,
-            dp_rank=None,
-            attn_tp_rank=0,
-            attn_cp_rank=0,
-            attn_dp_rank=0,
-            attn_dcp_rank=0,
-            attn_dcp_size=1,
-        ),
-    ):
+    ranks = ("tp_rank", "pp_rank", "attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "attn_dcp_rank")
+    sizes = ("tp_size", "pp_size", "attn_dcp_size")
+    alone = {**dict.fromkeys(ranks, 0), **dict.fromkeys(sizes, 1), "dp_rank": None}
+    with override as settings, get_parallel().override(**alone):
         world = CacheWorld(
             settings,
             config,
             has_window=has_window,
-            policy=policy,
-            policy_config=policy_config,
             is_small=is_small,
-            is_eagle=is_eagle,
             page_size=page_size,
+            is_eagle=is_eagle,
+            eviction_policy=policy,
+            eviction_policy_config=policy_config,
         )
         yield world
         world.cache.release_host_resources()

@@ -22,7 +22,6 @@ from kit.openapi import check_answer
 from kit.small_model import write_small_model
 from prefill_decode import ENVIRONMENT
 from server_process import Server
-from sglang_tiered.demo.model import SHAPES, write_model
 
 if TYPE_CHECKING:
     from zygote import ForkedProcess, Zygotes
@@ -50,13 +49,11 @@ ASYNCHRONOUS = {
     "test_families": _COPIES,
     "test_features": _COPIES,
     "test_forgets": _COPIES,
-    "test_long_context": _COPIES,
     "test_object_tier": _COPIES,
     "test_peer_tier": _COPIES,
     "test_small_host": _COPIES | {"h2d", "store", "load"},
     "test_spilling": _COPIES,
     "test_shared_pages": _COPIES,
-    "test_tenants": _COPIES,
     "test_tensor_parallel": _COPIES,
     "test_tiers": _COPIES,
 }
@@ -68,40 +65,26 @@ it; ``test_costs`` does because it measures."""
 PYTHONPATH = os.environ.get("PYTHONPATH", "")
 """Without the folders that a module puts on it."""
 
-AS_BY_USERS = {
-    "test_deploy",
-    "test_gpu_report",
-    "test_host_buffer",
-    "test_machine_budget",
-    "test_many_users",
-    "test_small_machines",
-    "test_typed_commands",
-}
-"""Modules whose servers start as a user's do, as what ``scripts/demo`` starts does. The others' are
-forked from a process that has imported SGLang (``zygote``), and the one that all share is too."""
-
 
 @pytest.fixture(scope="module", autouse=True)
-def forked(request: pytest.FixtureRequest, zygotes: Zygotes, asynchronous: None) -> Iterator[None]:
-    """Servers of the module come from a zygote, if they may."""
-    if request.module.__name__.rpartition(".")[2] in AS_BY_USERS:
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Server, "open_process", staticmethod(by(zygotes)))
+def forked(zygotes: Zygotes, asynchronous: None) -> Iterator[None]:
+    """Servers come from a process that has imported SGLang (``zygote``). What a user's own start
+    does is seen where scripts and commands are started."""
+    with from_zygotes(zygotes):
         yield
 
 
-def by(zygotes: Zygotes) -> Callable[[list[str], dict[str, str], Path], ForkedProcess]:
-    """What opens a server's process as a fork."""
-
+@contextlib.contextmanager
+def from_zygotes(zygotes: Zygotes) -> Iterator[pytest.MonkeyPatch]:
     def open_process(
         command: list[str], environment: dict[str, str], log_path: Path
     ) -> ForkedProcess:
         assert command[1:3] == ["-m", "sglang_tiered.launch_server"]
         return zygotes.fork(command[1:], environment, log_path)
 
-    return open_process
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "open_process", staticmethod(open_process))
+        yield patch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,22 +98,21 @@ def asynchronous(
     """
     seed = os.environ.get("ASYNC_PLATFORM_SEED", "1")
     seams = ASYNCHRONOUS.get(request.module.__name__.rpartition(".")[2])
-    if seams is None or not seed:
-        with pytest.MonkeyPatch.context() as patch:
+    path = tmp_path_factory.mktemp("platform") / "report.jsonl"
+    started: list[Server] = []
+    spawn = Server.spawn
+
+    def spawn_and_note(*arguments: Any, **named: Any) -> Server:
+        started.append(spawn(*arguments, **named))
+        return started[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if seams is None or not seed:
             patch.delenv("ASYNC_PLATFORM_SEED", raising=False)
             yield
-        return
-    path = tmp_path_factory.mktemp("platform") / "report.jsonl"
-    with pytest.MonkeyPatch.context() as patch:
+            return
         for name, value in platform_process.environment(path, seed=int(seed)).items():
             patch.setenv(name, value)
-        started: list[Server] = []
-        spawn = Server.spawn
-
-        def spawn_and_note(*arguments: Any, **named: Any) -> Server:
-            started.append(spawn(*arguments, **named))
-            return started[-1]
-
         patch.setattr(Server, "spawn", spawn_and_note)
         yield
     seen = report.read(path)
@@ -145,20 +127,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For modules about how long computing takes."""
-    path = tmp_path_factory.mktemp("model") / "demo"
-    write_model(path, 0, SHAPES["8m"])
-    return path
-
-
-@pytest.fixture(scope="session")
 def stock(
     model: Path, tmp_path_factory: pytest.TempPathFactory, zygotes: Zygotes
 ) -> Iterator[Server]:
     """SGLang without tiers: what it answers, every other server of the model must."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Server, "open_process", staticmethod(by(zygotes)))
+    with from_zygotes(zygotes) as patch:
         # It is on no asynchronous platform, whichever module is the first to ask.
         patch.delenv("ASYNC_PLATFORM_SEED", raising=False)
         patch.setenv("PYTHONPATH", PYTHONPATH)
@@ -176,28 +149,32 @@ def stock(
 
 
 @pytest.fixture(scope="module")
-def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """Start servers; what is still running when the module ends is killed."""
-    logs = tmp_path_factory.mktemp("logs")
-    servers: list[Server] = []
-
-    def start(*arguments: str, model_path: Path | None = None) -> Server:
-        log = logs / f"server-{len(servers)}.log"
-        server = Server.start(model_path or model, log, *arguments)
-        servers.append(server)
-        return server
-
-    yield start
-    for server in servers:
+def servers() -> Iterator[list[Server]]:
+    """Of a module; what still runs at its end is killed."""
+    started: list[Server] = []
+    yield started
+    for server in started:
         server.kill()
 
 
 @pytest.fixture(scope="module")
-def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def launch(model: Path, servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    logs = tmp_path_factory.mktemp("logs")
+
+    def start(*arguments: str, model_path: Path | None = None) -> Server:
+        log = logs / f"server-{len(servers)}.log"
+        servers.append(Server.spawn(model_path or model, log, *arguments))
+        servers[-1].wait_until_it_generates()
+        return servers[-1]
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def start(model: Path, servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Start servers side by side: ``start("ab", *flags, a=more_of_a)`` two, each on the directory
-    of its letter. What is still running when the module ends is killed."""
+    of its letter."""
     folder = tmp_path_factory.mktemp("servers")
-    servers: list[Server] = []
 
     def start(
         names: str,
@@ -205,55 +182,45 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         environment: dict[str, str] | None = None,
         **of_each: Sequence[str],
     ) -> list[Server]:
-        started = []
         for name in names:
             log, own = folder / f"{len(servers)}-{name}.log", of_each.get(name, ())
             flags = ("--tier-dir", str(folder / name), *arguments, *own)
-            started.append(Server.spawn(model, log, *flags, environment=environment))
-            servers.append(started[-1])
+            servers.append(Server.spawn(model, log, *flags, environment=environment))
+        started = servers[-len(names) :]
         for server in started:
             server.wait_until_it_generates()
         return started
 
-    yield start
-    for server in servers:
-        server.kill()
+    return start
 
 
 class Disk:
     """How the NVMe tiers of a module's servers behave, as ``slow_disk`` reads it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.reads, self.writes = folder / "reads", folder / "writes"
+    def __init__(self, file: Path) -> None:
+        self.file = file
 
-    def read_in(self, seconds: float, *failing: str, bytes_per_s: float = 0) -> None:
-        """``failing``: parts of the names of shards whose reads fail."""
-        self._say(self.reads, " ".join([str(seconds), str(bytes_per_s), *failing]))
-
-    def write_at(self, bytes_per_s: float) -> None:
-        self._say(self.writes, str(bytes_per_s))
-
-    def _say(self, file: Path, text: str) -> None:
-        new = file.with_suffix(".new")
-        new.write_text(text)
-        new.replace(file)
+    def order(self, **orders: Any) -> None:
+        """From now on; nothing is a disk in order."""
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(orders))
+        new.replace(self.file)
 
     @contextlib.contextmanager
     def slow(self, seconds: float) -> Iterator[None]:
-        self.read_in(seconds)
+        self.order(read_s=seconds)
         try:
             yield
         finally:
-            self.read_in(0)
+            self.order()
 
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
     """Of servers that start from now on, which are forked from a zygote: it has ``slow_disk``."""
-    made = Disk(tmp_path_factory.mktemp("disk"))
+    made = Disk(tmp_path_factory.mktemp("disk") / "orders")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLOW_DISK_FILE", str(made.reads))
-        patch.setenv("SLOW_DISK_WRITE_FILE", str(made.writes))
+        patch.setenv("SLOW_DISK_FILE", str(made.file))
         yield made
 
 

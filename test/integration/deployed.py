@@ -19,7 +19,7 @@ import yaml
 from dockerfile_parse import DockerfileParser
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,25 +142,16 @@ def interpolate(text: str, variables: Mapping[str, str]) -> str:
 def names_of_variables(path: Path) -> dict[str, str]:
     """The variables of a compose file, each with how it is asked for: ``:?``, ``:-``, ``-``, or
     nothing."""
-    document = yaml.safe_load(path.read_text(encoding="utf-8"))
     found: dict[str, str] = {}
-    for text in strings(document):
+
+    def note(text: str) -> str:
         for match in _VARIABLE.finditer(text):
             if name := match["name"] or match["bare"]:
                 found[name] = match["how"] or ""
+        return text
+
+    _map_strings(yaml.safe_load(path.read_text(encoding="utf-8")), note)
     return found
-
-
-def strings(document: Any) -> Iterator[str]:
-    """Every text in a document, names excepted."""
-    if isinstance(document, dict):
-        for value in document.values():
-            yield from strings(value)
-    elif isinstance(document, list):
-        for value in document:
-            yield from strings(value)
-    elif isinstance(document, str):
-        yield document
 
 
 def is_shell(words: list[str]) -> bool:

@@ -8,6 +8,7 @@ backquotes in a sentence a command line may be an example; what it names has to 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from markdown_it import MarkdownIt
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONT_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -57,8 +57,7 @@ RUN_ELSEWHERE = {
     "scripts/serve-cluster": "test/integration/test_route.py",
     "scripts/test": ".ci/run",
 }
-"""Command lines that something else runs, and what: two with tests of what they print, and two that
-would run themselves."""
+"""Command lines that something else runs, and what."""
 
 _COMMAND = re.compile(
     r"(\$ |([A-Z_]+=\S+ )*(\.?/?scripts/\w|python3? |curl |pip |sglang(-tiered)? |git ))"
@@ -137,23 +136,17 @@ def blocks_of(markdown: str, page: str) -> list[Block]:
     """The fences of a page, in order, those in lists and quotes too."""
     found, mark = [], None
     for token in MarkdownIt("commonmark").parse(markdown):
-        if token.type == "fence" and token.map is not None:
-            right_before = mark is not None and mark[1] == token.map[0]
-            found.append(
-                Block(
-                    page,
-                    token.map[0] + 2,
-                    token.info.strip(),
-                    token.content,
-                    mark[0] if mark is not None and right_before else None,
-                )
-            )
-            mark = None if right_before else mark
-        elif token.type == "html_block" and token.map is not None:
-            match = _MARK.search(token.content)
-            if match is not None:
-                _refuse_a_mark_of_nothing(mark, page)
-                mark = match["reason"].strip(), token.map[1]
+        if token.map is None:
+            continue
+        start, end = token.map
+        if token.type == "fence":
+            reason = None
+            if mark is not None and mark[1] == start:
+                reason, mark = mark[0], None
+            found.append(Block(page, start + 2, token.info.strip(), token.content, reason))
+        elif token.type == "html_block" and (match := _MARK.search(token.content)):
+            _refuse_a_mark_of_nothing(mark, page)
+            mark = match["reason"].strip(), end
     _refuse_a_mark_of_nothing(mark, page)
     return found
 
@@ -161,9 +154,11 @@ def blocks_of(markdown: str, page: str) -> list[Block]:
 def inline_commands_of(markdown: str, page: str) -> list[Command]:
     """What stands between backquotes and looks like a command line."""
     return [
-        Command(page, line, token.content)
-        for line, token in _inline_code(MarkdownIt("commonmark").enable("table").parse(markdown))
-        if looks_like_a_command(token.content)
+        Command(page, token.map[0] + 1, child.content)
+        for token in MarkdownIt("commonmark").enable("table").parse(markdown)
+        if token.type == "inline" and token.map is not None
+        for child in token.children or ()
+        if child.type == "code_inline" and looks_like_a_command(child.content)
     ]
 
 
@@ -177,27 +172,15 @@ def page_inline_commands(path: Path) -> list[Command]:
 
 def form_commands(path: Path) -> list[Command]:
     """What the texts of an issue form have between backquotes."""
-    texts = [
-        text
-        for element in yaml.safe_load(path.read_text(encoding="utf-8"))["body"]
-        for text in element["attributes"].values()
-        if isinstance(text, str)
-    ]
+    elements = yaml.safe_load(path.read_text(encoding="utf-8"))["body"]
+    texts = [text for one in elements for text in one["attributes"].values()]
     page = str(path.relative_to(ROOT))
-    return [command for text in texts for command in inline_commands_of(text, page)]
+    return [c for text in texts if isinstance(text, str) for c in inline_commands_of(text, page)]
 
 
 def _refuse_a_mark_of_nothing(mark: tuple[str, int] | None, page: str) -> None:
     if mark is not None:
         raise ValueError(f"{page}:{mark[1]}: the mark stands before no fence")
-
-
-def _inline_code(tokens: list[Token]) -> Iterator[tuple[int, Token]]:
-    for token in tokens:
-        if token.type == "inline" and token.map is not None:
-            for child in token.children or ():
-                if child.type == "code_inline":
-                    yield token.map[0] + 1, child
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -219,8 +202,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _quotes_are_closed(text: str) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         shlex.split(text, comments=True)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False

@@ -1,8 +1,6 @@
 """A program with one engine, the one of ``examples/engine.py``, and another after it that finds
 what the first stored, with a third beside it. Run as a script with the model and a tier directory;
 prints what came of each, and first what the example prints.
-
-With ``--refused`` there is one engine only, which fails to start.
 """
 
 from __future__ import annotations
@@ -19,11 +17,7 @@ from sglang_tiered.errors import RequestError, TieredError
 from sglang_tiered.storage.region.directory import DirectoryLock
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "engine.py"
-PROMPT = list(range(65, 91)) * 20
-LOCK_DEADLINE_S = (
-    10.0  # children that are forked hold it too, until the kernel is through with them
-)
-SAMPLING = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+LOCK_DEADLINE_S = 10.0  # forked children hold it too, until the kernel is through with them
 
 
 def left() -> list[str]:
@@ -34,7 +28,7 @@ def left() -> list[str]:
 
 
 def main() -> None:
-    model, path, *refused = sys.argv[1:]
+    model, path = sys.argv[1:]
     settings = {
         "model_path": model,
         "dtype": "float32",
@@ -44,14 +38,6 @@ def main() -> None:
         "tier_host_bytes": "36MiB",
         "tier_load": "always",
     }
-    if refused:  # what only a scheduler can know: pages that large do not fit
-        try:
-            sglang_tiered.Engine(**{**settings, "page_size": 2048, "tier_nvme_bytes": "8MiB"})
-        except TieredError as error:
-            with DirectoryLock(Path(path), timeout_s=LOCK_DEADLINE_S):
-                print("refused", type(error).__name__, left())
-        return
-
     sys.argv[1:] = ["--model-path", model, "--tier-dir", path, "--dtype", "float32"]
     example = runpy.run_path(str(EXAMPLE))
     example["main"]()
@@ -63,18 +49,13 @@ def main() -> None:
     returned = engine.generate(question, {"temperature": 0, "max_new_tokens": 16})
     print("returned", repr(returned["text"]))
     print("loaded", returned["meta_info"]["cached_tokens_details"]["storage"])
-    answer = engine.generate(input_ids=PROMPT, sampling_params=SAMPLING)
     with contextlib.suppress(TieredError):
         sglang_tiered.Engine(**settings)
         print("second", "started")
-    again = engine.generate(input_ids=PROMPT, sampling_params=SAMPLING)
-    print("again", again["output_ids"] == answer["output_ids"])
-    print("durable", engine.checkpoint(input_ids=PROMPT, tier="nvme", within_s=60).num_tokens)
-    print("costs", len(engine.costs().ranks), len(engine.tenants()[0]))
     engine.shutdown()
     engine.shutdown()
     try:
-        engine.residency(input_ids=PROMPT)
+        engine.residency(input_ids=[1])
     except RequestError as error:
         with DirectoryLock(Path(path), timeout_s=LOCK_DEADLINE_S):
             print("down", "shut down" in str(error), left())

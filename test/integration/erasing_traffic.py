@@ -33,6 +33,11 @@ SHARES = {"purge": 0.003, "forget": 0.006, "hide": 0.001, "hint": 0.01, "pin": 0
 """How often each happens in a step."""
 
 
+def _named(family: int) -> dict[str, str]:
+    tenant = TENANTS[family]
+    return {} if tenant is None else {"extra_key": tenant}
+
+
 class ErasingTraffic:
     """See the module docstring."""
 
@@ -97,8 +102,7 @@ class ErasingTraffic:
         return answer
 
     def _answer(self, number: str, what: str, **body: Any) -> dict[str, Any]:
-        body = {"id": number, **body}
-        return self.control._answer(f"{CONTROL_PREFIX}{what}", body)
+        return self.control._answer(f"{CONTROL_PREFIX}{what}", {"id": number, **body})
 
     def something_happens(self) -> None:
         for what, share in SHARES.items():
@@ -118,8 +122,7 @@ class ErasingTraffic:
     def _family(self) -> tuple[list[int], dict[str, str]]:
         """A prompt that has no adapter, and the fields that name its tenant."""
         number = self._rnd.choice((0, 1))
-        tenant = TENANTS[number]
-        return self.families[number], {} if tenant is None else {"extra_key": tenant}
+        return self.families[number], _named(number)
 
     def _purge(self) -> None:
         cache = self._world.cache
@@ -142,17 +145,16 @@ class ErasingTraffic:
         else:
             body = {"rid": self._rnd.choice(list(self._since) or ["nobody"])}
         keep_tokens = self._rnd.choice((0, self._rnd.randrange(600)))
+        num_kept = -(-keep_tokens // page_size)
         selectors = advance(self._world.cache, selectors_of(self._world.cache, body))[0]
         erased = self._erased()
         for selector in selectors:
-            pages = self._pages(selector.tokens, selector.extra_key)
-            for page in pages[-(-keep_tokens // page_size) :]:
+            for page in self._pages(selector.tokens, selector.extra_key)[num_kept:]:
                 self._forgotten[page].append(erased)
         answer = self._call("forget", **body, keep_tokens=keep_tokens)
         assert "error" not in answer, answer
-        num_pages = len(body.get("input_ids", ())) // page_size
-        if num_pages > -(-keep_tokens // page_size):
-            self._is_nowhere(int(body["input_ids"][0] == self.families[1][0]), keep_tokens)
+        if len(body.get("input_ids", ())) // page_size > num_kept:
+            self._is_nowhere(int(body["input_ids"][0] == self.families[1][0]), num_kept * page_size)
 
     def _hide(self) -> None:
         hide_memory(self._world.scheduler)
@@ -171,15 +173,12 @@ class ErasingTraffic:
 
     def held(self, number: int) -> dict[str, Any]:
         """How many leading tokens of a family each tier holds."""
-        tenant = TENANTS[number]
-        key = {} if tenant is None else {"extra_key": tenant}
-        return self._call("residency", input_ids=self.families[number], **key)
+        return self._call("residency", input_ids=self.families[number], **_named(number))
 
-    def _is_nowhere(self, number: int, keep_tokens: int) -> None:
-        page_size = self._world.cache.page_size
-        held, most = self.held(number), -(-keep_tokens // page_size) * page_size
+    def _is_nowhere(self, number: int, most: int) -> None:
+        held = self.held(number)
         tiers = {tier: held[tier] for tier in ("device", "host", "nvme")}
-        assert max(tiers.values()) <= most, (tiers, keep_tokens)
+        assert max(tiers.values()) <= most, (tiers, most)
 
     def flush(self, *, empty_cache: bool = True) -> bool:
         """SGLang's own, and what our hook behind it does on a server."""

@@ -17,25 +17,10 @@ if TYPE_CHECKING:
 
 
 WINDOW = 128  # tokens; two pages
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 256, 4, 2, 64, 512, 320
+HIDDEN, HEADS, INTERMEDIATE, VOCABULARY = 256, 4, 512, 320
 NUM_LAYERS, LATENT, LATENT_HEAD_DIM = 3, 64, 32
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 EMBEDDING_STD = 0.02  # small beside what the layers add, or a tied head repeats the last token
-COMMON = {
-    "bos_token_id": 256,
-    "dtype": "float32",
-    "eos_token_id": 257,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "max_position_embeddings": 8192,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "pad_token_id": 261,
-    "tie_word_embeddings": True,
-    "vocab_size": VOCABULARY,
-}
-
-
 LATENT_ATTENTION = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
@@ -103,116 +88,37 @@ def write_sliding_window(demo: Path, out: Path) -> Path:
     return _write(demo, out, config, weights)
 
 
-def write_gemma3(demo: Path, out: Path) -> Path:
-    """Gemma 3, whose sliding-window layers SGLang serves from one pool with the others."""
-    config = {
-        **COMMON,
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "head_dim": HEAD_DIM,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "layer_types": LAYER_TYPES,
-        "num_hidden_layers": len(LAYER_TYPES),
-        "query_pre_attn_scalar": HEAD_DIM,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            kind: {"rope_theta": theta, "rope_type": "default"}
-            for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4))
-        },
-        "sliding_window": WINDOW,
-    }
-    matrix = _Matrices(seed=3)
-    norm = np.zeros(HIDDEN, dtype=np.float32)  # Gemma multiplies by one plus the weight
-    weights = {"model.embed_tokens.weight": matrix.embedding(), "model.norm.weight": norm}
-    for number in range(len(LAYER_TYPES)):
-        layer = f"model.layers.{number}"
-        weights |= _attention(matrix, f"{layer}.self_attn", "o_proj")
-        for name in ("q_norm", "k_norm"):
-            # Sharp enough that single tokens far back matter.
-            weights[f"{layer}.self_attn.{name}.weight"] = np.full(HEAD_DIM, 1.5, dtype=np.float32)
-        weights |= {
-            f"{layer}.mlp.gate_proj.weight": matrix(INTERMEDIATE, HIDDEN),
-            f"{layer}.mlp.up_proj.weight": matrix(INTERMEDIATE, HIDDEN),
-            f"{layer}.mlp.down_proj.weight": matrix(HIDDEN, INTERMEDIATE),
-            f"{layer}.input_layernorm.weight": norm,
-            f"{layer}.post_attention_layernorm.weight": norm,
-            f"{layer}.pre_feedforward_layernorm.weight": norm,
-            f"{layer}.post_feedforward_layernorm.weight": norm,
-        }
-    return _write(demo, out, config, weights)
-
-
 def write_latent_attention(demo: Path, out: Path) -> Path:
     """DeepSeek's latent attention (MLA): one vector per token in the place of keys and values."""
-    matrix = _Matrices(seed=5)
+    source = np.random.default_rng(5)
+
+    def matrix(rows: int, columns: int, std: float | None = None) -> np.ndarray:
+        """It keeps the size of what it multiplies."""
+        values = source.standard_normal((rows, columns), dtype=np.float32)
+        return values * np.float32(columns**-0.5 if std is None else std)
+
     ones = np.ones(HIDDEN, dtype=np.float32)
     weights = {
-        "model.embed_tokens.weight": matrix.embedding(),
+        "model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN, EMBEDDING_STD),
         "model.norm.weight": ones,
         "lm_head.weight": matrix(VOCABULARY, HIDDEN),
     }
     heads_dim = HEADS * LATENT_HEAD_DIM
     for number in range(NUM_LAYERS):
-        layer = f"model.layers.{number}"
-        attention = f"{layer}.self_attn"
-        weights |= {
-            f"{attention}.q_proj.weight": matrix(2 * heads_dim, HIDDEN),
-            f"{attention}.kv_a_proj_with_mqa.weight": matrix(LATENT + LATENT_HEAD_DIM, HIDDEN),
-            f"{attention}.kv_a_layernorm.weight": np.ones(LATENT, dtype=np.float32),
-            f"{attention}.kv_b_proj.weight": matrix(2 * heads_dim, LATENT),
-            f"{attention}.o_proj.weight": matrix(HIDDEN, heads_dim),
-            f"{layer}.mlp.gate_proj.weight": matrix(INTERMEDIATE, HIDDEN),
-            f"{layer}.mlp.up_proj.weight": matrix(INTERMEDIATE, HIDDEN),
-            f"{layer}.mlp.down_proj.weight": matrix(HIDDEN, INTERMEDIATE),
-            f"{layer}.input_layernorm.weight": ones,
-            f"{layer}.post_attention_layernorm.weight": ones,
+        layer = {
+            "self_attn.q_proj": matrix(2 * heads_dim, HIDDEN),
+            "self_attn.kv_a_proj_with_mqa": matrix(LATENT + LATENT_HEAD_DIM, HIDDEN),
+            "self_attn.kv_a_layernorm": np.ones(LATENT, dtype=np.float32),
+            "self_attn.kv_b_proj": matrix(2 * heads_dim, LATENT),
+            "self_attn.o_proj": matrix(HIDDEN, heads_dim),
+            "mlp.gate_proj": matrix(INTERMEDIATE, HIDDEN),
+            "mlp.up_proj": matrix(INTERMEDIATE, HIDDEN),
+            "mlp.down_proj": matrix(HIDDEN, INTERMEDIATE),
+            "input_layernorm": ones,
+            "post_attention_layernorm": ones,
         }
+        weights |= {f"model.layers.{number}.{name}.weight": one for name, one in layer.items()}
     return _write(demo, out, LATENT_ATTENTION, weights)
-
-
-def write_long_context(demo: Path, out: Path, max_tokens: int) -> Path:
-    """One head of the demo model's first layer, so that a CPU computes so many tokens in a minute:
-    attention is nearly all of the work, and grows with the square of the context."""
-    weights = load_file(demo / "model.safetensors")
-    config = json.loads((demo / "config.json").read_text())
-    config |= {
-        "max_position_embeddings": max_tokens,
-        "num_attention_heads": 1,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": 1,
-    }
-    attention = "model.layers.0.self_attn"
-    head = slice(config["head_dim"])
-    for name in ("q_proj", "k_proj", "v_proj"):
-        weights[f"{attention}.{name}.weight"] = weights[f"{attention}.{name}.weight"][head]
-    mixed = weights[f"{attention}.o_proj.weight"][:, head]
-    weights[f"{attention}.o_proj.weight"] = np.ascontiguousarray(mixed)
-    return _write(demo, out, config, weights)
-
-
-class _Matrices:
-    """Random matrices that keep the size of what they multiply."""
-
-    def __init__(self, seed: int) -> None:
-        self._source = np.random.default_rng(seed)
-
-    def __call__(self, rows: int, columns: int) -> np.ndarray:
-        values = self._source.standard_normal((rows, columns), dtype=np.float32)
-        return values / np.float32(columns**0.5)
-
-    def embedding(self) -> np.ndarray:
-        size = (VOCABULARY, HIDDEN)
-        values = self._source.standard_normal(size, dtype=np.float32)
-        return values * np.float32(EMBEDDING_STD)
-
-
-def _attention(matrix: _Matrices, prefix: str, output: str) -> dict[str, np.ndarray]:
-    return {
-        f"{prefix}.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN),
-        f"{prefix}.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
-        f"{prefix}.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
-        f"{prefix}.{output}.weight": matrix(HIDDEN, HEADS * HEAD_DIM),
-    }
 
 
 def _write(demo: Path, out: Path, config: dict[str, Any], weights: dict[str, np.ndarray]) -> Path:

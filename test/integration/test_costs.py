@@ -8,38 +8,23 @@ from pathlib import Path
 import pytest
 
 from conftest import Disk, Launch, make_prompts, until
-from server_process import Server
+from sglang_tiered.demo.model import SHAPES, write_model
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, LENGTH = 8, 1500
 PROMPTS = make_prompts(7, NUM_PROMPTS, LENGTH)
 
 
-@pytest.fixture(scope="module")
-def model(demo_model: Path) -> Path:
-    return demo_model
-
-
-@pytest.fixture(scope="module")
-def server(launch: Launch, disk: Disk, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    return launch(
-        *("--max-total-tokens", "4096", "--tier-host-bytes", "64MiB"),
-        *("--tier-dir", str(tmp_path_factory.mktemp("tier") / "kv")),
-    )
-
-
-@pytest.fixture(scope="module")
-def expected(server: Server) -> list[list[int]]:
-    answers = [server.generate(prompt) for prompt in PROMPTS]
-    server.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // 64))
-    return [answer.output_ids for answer in answers]
-
-
-@pytest.mark.slow
 def test_slow_disk_is_abandoned_declined_then_used_again(
-    server: Server, expected: list[list[int]], disk: Disk
+    launch: Launch, disk: Disk, tmp_path: Path
 ) -> None:
+    sizes = ("--max-total-tokens", "4096", "--tier-host-bytes", "64MiB")
+    write_model(tmp_path / "model", 0, SHAPES["8m"])  # which takes long to compute
+    server = launch(*sizes, "--tier-dir", str(tmp_path / "kv"), model_path=tmp_path / "model")
+    expected = [server.generate(prompt).output_ids for prompt in PROMPTS]
+    server.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // 64))
+
     def decided(what: str) -> float:
         return server.tier_state()[f"load_decision_tokens:{what}"]
 
@@ -48,7 +33,7 @@ def test_slow_disk_is_abandoned_declined_then_used_again(
         assert [server.generate(prompt).output_ids for prompt in PROMPTS] == expected
         return decided(what)
 
-    disk.read_in(10)
+    disk.order(read_s=10)
     server.flush()
     begun = time.monotonic()
     assert server.generate(PROMPTS[0]).output_ids == expected[0]
@@ -56,8 +41,8 @@ def test_slow_disk_is_abandoned_declined_then_used_again(
     assert decided("gave_up") > 0
     server.flush()  # refused while that read still goes on; it must not stop the server
 
-    disk.read_in(5)  # still several times what computing takes
+    disk.order(read_s=5)  # still several times what computing takes
     until(lambda: asked_again("declined"), "slow loads are never declined", 240.0)
-    disk.read_in(0)
+    disk.order()
     loaded = decided("load")
     until(lambda: asked_again("load") > loaded, "a disk that recovered is never used again", 60.0)

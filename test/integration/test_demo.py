@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -83,14 +81,15 @@ def temporary() -> Iterator[Path]:
                 os.kill(int(pid), signal.SIGKILL)
 
 
-def rows_of(path: Path) -> dict[str, dict[str, Any]]:
+def rows_of(path: Path) -> dict[str, dict[str, float]]:
+    """The share of the tokens that each row has from each tier."""
     report = json.loads(path.read_text())
     assert report["answers_equal"] is True
-    return {row["from"]: row for row in report["rows"]}
-
-
-def share_from(row: dict[str, Any], tier: str) -> float:
-    return float(row["tokens"][tier] / sum(row["tokens"].values()))
+    rows = {row["from"]: row["tokens"] for row in report["rows"]}
+    return {
+        name: {tier: number / sum(row.values()) for tier, number in row.items()}
+        for name, row in rows.items()
+    }
 
 
 def test_every_tier_is_reached_and_survives_kill(temporary: Path, tmp_path: Path) -> None:
@@ -99,23 +98,17 @@ def test_every_tier_is_reached_and_survives_kill(temporary: Path, tmp_path: Path
     out, err = demo.communicate(timeout=800)
     assert demo.returncode == 0, err
     assert not err
-    assert "\x1b" not in out, "control characters where there is no terminal"
     rows = rows_of(path)
     assert rows.keys() == EXPECTED.keys()
     for source, tier in EXPECTED.items():
-        assert len(re.findall(rf"^{source} +\d+ \(", out, re.MULTILINE)) == 1, out
-        assert share_from(rows[source], tier) > 0.9, rows[source]
+        assert f"\n{source} " in out
+        assert rows[source][tier] > 0.9, rows[source]
     expect_nothing_left(temporary)
 
 
 @pytest.mark.parametrize(
     ("phase", "number", "code"),
-    [
-        ("Starting", signal.SIGTERM, 143),
-        ("Starting", signal.SIGINT, 130),
-        pytest.param("Asking", signal.SIGINT, 130, marks=pytest.mark.long),
-        pytest.param("Killing", signal.SIGINT, 130, marks=pytest.mark.long),
-    ],
+    [("Starting", signal.SIGTERM, 143), ("Starting", signal.SIGINT, 130)],
 )
 def test_stopped_demo_leaves_no_process_and_no_folder(
     temporary: Path, phase: str, number: signal.Signals, code: int
@@ -141,19 +134,13 @@ def test_demo_uses_a_running_server_without_stopping_it(
     memory = ("--max-total-tokens", "2048", "--tier-host-bytes", "9MiB")
     server = launch(*memory, "--tier-dir", str(tmp_path / "kv"), *ALWAYS)
     path = tmp_path / "figures.json"
-    demo = start(temporary, "--url", server.url, "--json", str(path))
-    out, err = demo.communicate(timeout=400)
-    assert demo.returncode == 0, err
-    assert "kill -9" not in out
-    assert not err
-    rows = rows_of(path)
-    assert list(rows) == list(EXPECTED)[:4]
-    assert share_from(rows["NVMe"], "nvme") > 0.9
-    # Another run has pages of its own: the first time is the first time again.
-    again = start(temporary, "--url", server.url, "--json", str(path))
-    again.communicate(timeout=400)
-    assert again.returncode == 0
-    assert share_from(rows_of(path)["first time"], "computed") == 1
-    assert server.process.poll() is None
+    for _ in range(2):  # another run has pages of its own: the first time is the first time again
+        demo = start(temporary, "--url", server.url, "--json", str(path))
+        out, err = demo.communicate(timeout=400)
+        assert demo.returncode == 0 and not err, err
+        assert "kill -9" not in out
+        rows = rows_of(path)
+        assert list(rows) == list(EXPECTED)[:4]
+        assert rows["first time"]["computed"] == 1 and rows["NVMe"]["nvme"] > 0.9
     assert server.generate(list(range(32, 100)), num_new=1).output_ids
     expect_nothing_left(temporary)

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from conftest import make_prompts, until
-from kit.scrapes import by_rank, labels_of
-from kit.small_model import write_small_model
+from conftest import PAGE, make_prompts, residency, until
 from prefill_decode import PrefillDecode, post, transfer_state
 from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 SMALL = (
-    *("--max-total-tokens", "16384", "--chunked-prefill-size", "512", "--enable-metrics"),
+    *("--max-total-tokens", "16384", "--chunked-prefill-size", "512"),
     *("--tier-host-bytes", "64MiB", "--tier-nvme-bytes", "256MiB", "--tier-load", "always"),
 )
 MOVED = ("transfer_bytes:wire", "transfer_bytes:same_host")
@@ -51,45 +49,30 @@ def test_handoff_of_any_prompt_length_keeps_the_answer(pair: Pair, stock: Server
     for prompt in prompts:
         assert pair.generate(prompt).output_ids == stock.generate(prompt).output_ids, len(prompt)
     for server in (pair.prefill, pair.decode):
-        told = transfer_state(server)["transfer_rooms_ended:done"]
-        assert told >= len(LENGTHS)
-        until(lambda server=server, told=told: exported(server, "done") == {"0": told})
-        assert exported(server, "failed") == {"0": 0.0}
-    engines = [
-        {labels["engine_type"] for labels in labels_of(server.request("/metrics"), name)}
-        for server in (pair.prefill, pair.decode)
-        for name in ("sglang_tiered_transfer_rooms", "sglang_tiered_tier_pages")
-    ]
-    assert engines == [{"prefill"}, {"prefill"}, {"decode"}, {"decode"}]
+        state = transfer_state(server)
+        assert state["transfer_rooms_ended:done"] >= len(LENGTHS)
+        assert not state["transfer_rooms_ended:failed"]
 
 
-def exported(server: Server, outcome: str) -> dict[str, float]:
-    """Handoffs that ended so, by rank."""
-    text = server.request("/metrics")
-    return by_rank(text, "transfer_rooms_ended_total", outcome=outcome)
+def moved(pair: Pair) -> float:
+    """Bytes that were handed over so far."""
+    state = transfer_state(pair.decode)
+    return sum(state[name] for name in MOVED)
 
 
 def test_pages_that_decode_holds_are_not_sent(pair: Pair, stock: Server) -> None:
-    prompt = make_prompts(77, 1, 2000)[0]
-    first = pair.generate(prompt)
-    before = transfer_state(pair.decode)
-    longer = [*prompt, *first.output_ids, *make_prompts(78, 1, 100)[0]]
-    assert pair.generate(longer).output_ids == stock.generate(longer).output_ids
-    after = transfer_state(pair.decode)
-    moved = sum(
-        after[name] - before[name] for name in ("transfer_bytes:wire", "transfer_bytes:same_host")
-    )
-    assert 0 < moved <= 4 * _page_bytes(pair)  # of the 33 pages the prompt has
-
-
-def _page_bytes(pair: Pair) -> int:
-    """Bytes of one page of 64 tokens, by what a prompt of exactly one page moves."""
-    before = transfer_state(pair.decode)
+    """On its device, and then on its NVMe alone."""
+    before = moved(pair)
     pair.generate(make_prompts(79, 1, 64)[0])
-    after = transfer_state(pair.decode)
-    return sum(
-        after[name] - before[name] for name in ("transfer_bytes:wire", "transfer_bytes:same_host")
-    )
+    one_page = moved(pair) - before
+    asked = make_prompts(77, 1, 2000)[0]
+    asked += pair.generate(asked).output_ids
+    for seed in (78, 81):
+        longer, before = [*asked, *make_prompts(seed, 1, 100)[0]], moved(pair)
+        assert pair.generate(longer).output_ids == stock.generate(longer).output_ids
+        assert 0 < moved(pair) - before <= 4 * one_page  # of the 33 pages the prompt has
+        until(lambda: residency(pair.decode, asked)["nvme"] >= 2000 // PAGE * PAGE)
+        pair.decode.flush()
 
 
 def test_concurrent_handoffs_with_shared_prefixes_do_not_mix(pair: Pair, stock: Server) -> None:
@@ -104,7 +87,7 @@ def test_concurrent_handoffs_with_shared_prefixes_do_not_mix(pair: Pair, stock: 
     assert [reply.output_ids for reply in got] == [answer.output_ids for answer in want]
 
 
-@pytest.mark.parametrize("num_samples", [1, 2, 4])
+@pytest.mark.parametrize("num_samples", [1, 4])
 def test_samples_and_lists_equal_those_of_one_server(
     pair: Pair, stock: Server, num_samples: int
 ) -> None:
@@ -153,29 +136,3 @@ def test_abort_on_prefill_ends_the_request_on_decode(pair: Pair) -> None:
         assert all(future.result(60).status == 200 for future in others)
     assert decoded.status != 200 or len(decoded.output_ids) < 8, "it was done before the abort"
     assert "abort" in decoded.error.lower()
-
-
-# The last: a server whose weights were replaced equals no fresh one, so no other may be restarted.
-def test_other_weights_are_refused_on_both_sides(pair: Pair, model: Path, tmp_path: Path) -> None:
-    """A rolling update: one side is ahead, then both are level again."""
-    other = write_small_model(tmp_path / "other", seed=2)
-    prompt, again = make_prompts(91, 1, 700)[0], make_prompts(92, 1, 700)[0]
-    expected = pair.generate(prompt).output_ids
-    update(pair.prefill, other)
-    before = transfer_state(pair.decode)
-    for reply in pair.both(again):
-        assert reply.status == 503
-        assert f"decode at 127.0.0.1:{pair.decode.port}" in reply.error, reply.error
-        assert f"prefill at 127.0.0.1:{pair.prefill.port}" in reply.error, reply.error
-    assert all(transfer_state(pair.decode)[name] == before[name] for name in MOVED)
-    assert pair.generate(prompt).status == 503, "nor is what decode's memory holds enough"
-    update(pair.decode, other)
-    after = pair.generate(prompt).output_ids
-    assert after != expected
-    for server in (pair.decode, pair.prefill):
-        update(server, model)
-    assert pair.generate(prompt).output_ids == expected
-
-
-def update(server: Server, model: Path) -> None:
-    assert server.request("/update_weights_from_disk", {"model_path": str(model)})["success"]

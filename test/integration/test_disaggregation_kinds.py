@@ -1,5 +1,5 @@
-"""Every kind of pair hands over what one server computes: page sizes, tensor parallelism of other
-sizes, keys, and pages received into host memory."""
+"""Every kind of pair hands over what one server computes: ranks of other numbers, stages, replicas,
+keys, and pages received into host memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def instances(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 TWO_CONNECTIONS = ("--transfer-connections", "2")  # prefill opens them, where it sends
 RANKS, REPLICAS = ("--tp", "2"), ("--dp-size", "2")
 STAGES = ("--pp-size", "2", "--disable-overlap-schedule")
-PAGE_16, PAGE_64 = ("--page-size", "16"), ("--page-size", "64")
+PAGE_64 = ("--page-size", "64")
 SECURE = (*SENT_ON_ONE_HOST, "--transfer-codec", "zstd", "--transfer-encrypt", "all")
 # Neighbours share an instance. Without tiers a page is one token.
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # flags of prefill and of decode
@@ -44,7 +44,6 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # flags of prefil
     "two_replicas_of_prefill": (REPLICAS, ()),
     "compressed_then_encrypted": (SECURE, SECURE),
     "received_into_host_memory": (PAGE_64, HOST),
-    "page_size_16": (PAGE_16, PAGE_16),
 }
 
 

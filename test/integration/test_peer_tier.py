@@ -1,6 +1,5 @@
 """Servers that fetch pages from each other: what one computed another goes on with; a server that
-hangs costs hits and nothing else, a Redis that dies nothing; what is purged on one is gone on all.
-Real servers that find each other by name, or in a real Redis, and no bucket."""
+hangs costs hits and nothing else; what is purged on one is gone on all."""
 
 from __future__ import annotations
 
@@ -18,8 +17,6 @@ from redis_server import RedisServer
 
 from conftest import ALWAYS, PAGE, SMALL, Start, aligned, ask, make_prompts, residency, until
 from server_process import Server, free_ports
-from sglang_tiered.sharing.addresses import Role
-from sglang_tiered.sharing.membership import read_record
 from sglang_tiered.wire.keys import PEER, make_keys
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -29,8 +26,6 @@ HANG_S = 5.0  # as long as a peer is given for an answer, ten times what computi
 WHOLE = LENGTH // PAGE * PAGE
 MOVED = make_prompts(41, 8, LENGTH)  # opened on A, continued on B
 OWNED = make_prompts(42, 2, LENGTH)  # of a tenant
-BLIND = make_prompts(43, 2, LENGTH)  # asked for while there is no Redis
-LATE = make_prompts(44, 1, LENGTH)  # heard of once the Redis is back
 HUNG = make_prompts(46, 6, LENGTH)  # while A is stopped
 COLD = make_prompts(45, 2, LENGTH)
 TENANT = {"extra_key": "acme", "cache_salt": "s3cret"}
@@ -38,15 +33,10 @@ PASSWORD = "not-a-secret"
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with RedisServer(password=PASSWORD) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def pair(start: Start, redis: RedisServer) -> list[Server]:
+def pair(start: Start) -> Iterator[list[Server]]:
     """They find each other in the Redis."""
-    return start("ab", *SMALL, environment={"SGLANG_TIERED_INDEX_URL": redis.url})
+    with RedisServer(password=PASSWORD) as redis:
+        yield start("ab", *SMALL, environment={"SGLANG_TIERED_INDEX_URL": redis.url})
 
 
 def held(server: Server, prompt: list[int], **whose: str) -> dict[str, int]:
@@ -66,134 +56,48 @@ def compute(server: Server, prompts: list[list[int]], **whose: str) -> list[list
     return [answer.output_ids for answer in answers]
 
 
-class TestLife:
-    """In this order: B goes on with what A computed, a tenant is purged, A hangs, the Redis dies
-    and comes back."""
-
-    opened: dict[str, list[list[int]]] = {}
-
-    def test_peer_serves_prefixes_computed_on_another_server(self, pair: list[Server]) -> None:
-        a, b = pair
-        for name, prompts in (("moved", MOVED), ("blind", BLIND), ("late", LATE)):
-            self.opened[name] = compute(a, prompts)
-        uninterrupted = [a.generate(prompt, 3 * NUM_NEW).output_ids for prompt in MOVED[:2]]
-        wait_for_peers(b, [*MOVED, *BLIND])
-        assert held(b, MOVED[0]) == {"device": 0, "host": 0, "nvme": 0, "peer": WHOLE}
-        again = b.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
-        assert [answer.output_ids for answer in again] == self.opened["moved"]
-        wanted = len(MOVED) * aligned(LENGTH)
-        assert sum(answer.cached["storage"] for answer in again) >= 0.97 * wanted
-        fetched = b.tier_state()["loaded_pages:peer"]
-        assert fetched * PAGE >= 0.97 * wanted, "they came from elsewhere"
-        assert a.tier_state()["peer_served_pages"] >= fetched
-        assert a.tier_state()["copied_from_memory_pages"] > 0, "all were read from NVMe"
-        for prompt, first, whole in zip(
-            MOVED[:2], self.opened["moved"], uninterrupted, strict=False
-        ):
-            resumed = b.generate(prompt + first, 2 * NUM_NEW)
-            assert first + resumed.output_ids == whole
-
-    def test_fetched_pages_are_kept_and_served_again(self, pair: list[Server]) -> None:
-        a, b = pair
-        for prompt in MOVED:
-            until(lambda p=prompt: residency(b, p)["nvme"] >= aligned(LENGTH), "not kept")
-            until(lambda p=prompt: residency(a, p)["peer"] >= aligned(LENGTH), "not told")
-        assert b.tier_state()["promoted_pages:peer"] > 0
-
-    def test_no_password_is_shown_anywhere(self, pair: list[Server]) -> None:
-        for server in pair:
-            shown = json.dumps(server.request("/server_info")) + server.log
-            assert PASSWORD not in shown
-            assert "  peers   those named in redis://" in server.log
-
-    def test_redis_alone_leads_to_every_servers_costs(
-        self, pair: list[Server], redis: RedisServer
-    ) -> None:
-        found = {}
-        for key in redis.client.scan_iter("sgt2:*:server:*"):
-            server = key.decode().rpartition(":")[2]
-            record = read_record(redis.client.get(key))
-            assert record is not None
-            serving = record.serving
-            assert serving is not None
-            assert (serving.role, serving.rank, serving.bootstrap_port) == (Role.AGGREGATED, 0, 0)
-            found[serving.url] = server
-        assert set(found) == {server.url for server in pair}
-        records = [ask(server, "/tier/costs")[1]["ranks"][0] for server in pair]
-        assert [record["server"] for record in records] == [found[server.url] for server in pair]
-        assert len({record["namespace"] for record in records}) == 1
-        assert all(record["tiers"]["peer"]["healthy"] for record in records)
-        assert records[1]["tiers"]["peer"]["observed"] > 0
-
-    def test_purge_on_one_server_reaches_the_other(self, pair: list[Server]) -> None:
-        a, b = pair
-
-        def is_held(server: Server, prompt: list[int]) -> bool:
-            return any(held(server, prompt, **TENANT).values())
-
-        expected = compute(a, OWNED, **TENANT)
-        wait_for_peers(b, OWNED, **TENANT)
-        assert residency(b, OWNED[0])["peer"] == 0, "another tenant's"
-        # One of them is kept by B, the other is known to it.
-        assert b.generate(OWNED[0], NUM_NEW, **TENANT).output_ids == expected[0]
-        until(lambda: residency(b, OWNED[0], **TENANT)["nvme"] >= aligned(LENGTH), "not kept")
-        until(lambda: residency(a, OWNED[0], **TENANT)["peer"] >= aligned(LENGTH), "not told")
-        code, report = ask(a, "/tier/purge", TENANT)
-        assert (code, report["durable"]) == (200, True), report
-        assert a.generate(OWNED[0], 1, **TENANT).num_cached == 0, "fetched from B, that just purged"
-        for prompt in OWNED[1:]:  # that one is not computed again
-            for server in (a, b):
-                until(lambda s=server, p=prompt: not is_held(s, p), "it is still held")
-        assert b.tier_state()["peer_purges:applied"] >= 1
-        assert a.tier_state()["peer_purges:told"] >= 1
-        for server in (a, b):
-            assert not is_held(server, OWNED[1]), "it came back"
-        assert residency(b, MOVED[0])["nvme"] >= aligned(LENGTH), "others' pages went too"
-        assert compute(b, OWNED[1:], **TENANT) == expected[1:]
-        assert b.generate(OWNED[0], NUM_NEW, **TENANT).output_ids == expected[0]
-
-    def test_a_server_that_hangs_never_stalls_the_scheduler(self, pair: list[Server]) -> None:
-        """Stopped, so that its connections stay open and nothing answers."""
-        a, b = pair
-        expected = compute(a, HUNG)
-        wait_for_peers(b, HUNG)
-        stopped = [a.process.pid, *children(a.process.pid)]
-        try:
-            for pid in stopped:
-                os.kill(pid, signal.SIGSTOP)
-            with ThreadPoolExecutor(len(HUNG)) as pool:
-                waiting = [pool.submit(b.generate, prompt, NUM_NEW) for prompt in HUNG]
-                # One after another: the first may come before the loads that wait for A.
-                for prompt in make_prompts(4711, 3, LENGTH):
-                    begun = time.monotonic()
-                    b.generate(prompt, NUM_NEW)
-                    taken_s = time.monotonic() - begun
-                    assert taken_s < HANG_S, "a request that wants nothing of A waited for it"
-                assert [future.result(60).output_ids for future in waiting] == expected
-        finally:
-            for pid in stopped:
-                os.kill(pid, signal.SIGCONT)
-
-    def test_dead_redis_costs_nothing_and_is_found_again(
-        self, pair: list[Server], redis: RedisServer
-    ) -> None:
-        a, b = pair
-        wait_for_peers(b, BLIND)  # after it hung
-        redis.kill()
-        until(lambda: b.tier_state()["peer_discovery_works"] == 0, "it was not noticed")
-        before = b.tier_state()["loaded_pages:peer"]
-        answers = b.generate_all(BLIND, concurrency=1, num_new=NUM_NEW)
-        assert [answer.output_ids for answer in answers] == self.opened["blind"]
-        assert b.tier_state()["loaded_pages:peer"] > before, "who is known stays known"
-        redis.start()  # empty
-        for server in (a, b):
-            until(lambda s=server: s.tier_state()["peer_discovery_works"] == 1, "not found again")
-        wait_for_peers(b, LATE)
+def test_peer_serves_prefixes_computed_on_another_server(pair: list[Server]) -> None:
+    a, b = pair
+    opened = compute(a, MOVED)
+    wait_for_peers(b, MOVED)
+    assert held(b, MOVED[0]) == {"device": 0, "host": 0, "nvme": 0, "peer": WHOLE}
+    again = b.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
+    assert [answer.output_ids for answer in again] == opened
+    wanted = len(MOVED) * aligned(LENGTH)
+    assert sum(answer.cached["storage"] for answer in again) >= 0.97 * wanted
+    fetched = b.tier_state()["loaded_pages:peer"]
+    assert fetched * PAGE >= 0.97 * wanted, "they came from elsewhere"
+    assert a.tier_state()["copied_from_memory_pages"] > 0, "all were read from NVMe"
+    # What was fetched is kept, and served again.
+    for prompt in MOVED:
+        until(lambda p=prompt: residency(b, p)["nvme"] >= aligned(LENGTH), "not kept")
+        until(lambda p=prompt: residency(a, p)["peer"] >= aligned(LENGTH), "not told")
+    for server in pair:
+        assert PASSWORD not in json.dumps(server.request("/server_info")) + server.log
 
 
-def children(pid: int) -> list[int]:
-    """Of a process and of theirs."""
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+def test_a_server_that_hangs_never_stalls_the_scheduler(pair: list[Server]) -> None:
+    """Stopped, so that its connections stay open and nothing answers."""
+    a, b = pair
+    expected = compute(a, HUNG)
+    wait_for_peers(b, HUNG)
+    parent = psutil.Process(a.process.pid)
+    stopped = [parent.pid, *(child.pid for child in parent.children(recursive=True))]
+    try:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(len(HUNG)) as pool:
+            waiting = [pool.submit(b.generate, prompt, NUM_NEW) for prompt in HUNG]
+            # One after another: the first may come before the loads that wait for A.
+            for prompt in make_prompts(4711, 3, LENGTH):
+                begun = time.monotonic()
+                b.generate(prompt, NUM_NEW)
+                taken_s = time.monotonic() - begun
+                assert taken_s < HANG_S, "a request that wants nothing of A waited for it"
+            assert [future.result(60).output_ids for future in waiting] == expected
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_each_rank_is_a_peer_and_all_purge(
@@ -216,19 +120,23 @@ def test_each_rank_is_a_peer_and_all_purge(
     assert record["keyed"] and record["always_loads"] and record["prefill"]["observed"] > 0
     wait_for_peers(b, MOVED)
     wait_for_peers(b, OWNED, **TENANT)
+    assert residency(b, OWNED[0])["peer"] == 0, "another tenant's"
     answers = b.generate_all(MOVED, concurrency=4, num_new=NUM_NEW)
     assert [answer.output_ids for answer in answers] == expected["moved"]
     cached = sum(answer.cached["storage"] for answer in answers)
     assert cached >= 0.97 * aligned(LENGTH) * len(MOVED)
+    # One of them is kept by B, the other is known to it.
     assert b.generate(OWNED[0], NUM_NEW, **TENANT).output_ids == expected["owned"][0]
+    until(lambda: residency(a, OWNED[0], **TENANT)["peer"] >= aligned(LENGTH), "not told")
     with ThreadPoolExecutor(1) as pool:  # while B works
         busy = pool.submit(b.generate_all, COLD, concurrency=2, num_new=64)
         assert ask(a, "/tier/purge", TENANT)[1]["durable"]
-        for prompt in OWNED:
-            until(lambda p=prompt: not any(held(b, p, **TENANT).values()), "B still holds it")
+        assert a.generate(OWNED[0], 1, **TENANT).num_cached == 0, "fetched from B, that just purged"
+        until(lambda: not any(held(b, OWNED[1], **TENANT).values()), "B still holds it")
         busy.result(120)
-    assert compute(b, OWNED, **TENANT) == expected["owned"]
+    assert compute(b, OWNED[1:], **TENANT) == expected["owned"][1:]
+    assert b.generate(OWNED[0], NUM_NEW, **TENANT).output_ids == expected["owned"][0]
     a.kill()
     again = b.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
     assert [answer.output_ids for answer in again] == expected["moved"]
-    b.kill()
+    assert sum(answer.num_cached for answer in again) >= 0.9 * cached, "others' pages went too"

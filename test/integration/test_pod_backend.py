@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from family_models import write_gemma3, write_sliding_window
+from family_models import write_sliding_window
 
 from conftest import Launch, make_prompts
-from server_process import Answer, Server
+from server_process import Server
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_NEW = 24
 # Shorter than a chunk and several chunks long, so that some decode while others are prefilled.
 LENGTHS = (40, 300, 90, 180, 61, 250, 150, 299)
-PROMPTS = [
-    prompt[:length]
-    for prompt, length in zip(make_prompts(11, len(LENGTHS), 300), LENGTHS, strict=True)
-]
+PROMPTS = [prompt[:n] for prompt, n in zip(make_prompts(11, 8, 300), LENGTHS, strict=True)]
 MIXED = ("--attention-backend", "pod", "--enable-mixed-chunk", "--max-total-tokens", "4096")
 UNTIERED = (*MIXED, "--tier-mode", "off", "--chunked-prefill-size", "64")
 
 
 def served(server: Server) -> dict[str, Any]:
-    state: dict[str, Any] = server.request("/server_info")["internal_states"][0][
-        "sglang_tiered_pod"
-    ]
-    return state
+    (state,) = server.request("/server_info")["internal_states"]
+    return dict(state["sglang_tiered_pod"])
 
 
-def tokens(answers: list[Answer]) -> list[list[int]]:
+def asked(server: Server, concurrency: int) -> list[list[int]]:
+    answers = server.generate_all(PROMPTS, concurrency=concurrency, num_new=NUM_NEW)
     return [answer.output_ids for answer in answers]
 
 
-def together(server: Server) -> list[list[int]]:
-    return tokens(server.generate_all(PROMPTS, concurrency=len(PROMPTS), num_new=NUM_NEW))
-
-
-@pytest.mark.slow
 def test_mixed_batches_do_not_change_a_requests_tokens(
     launch: Launch, stock: Server, tmp_path: Path
 ) -> None:
@@ -49,13 +39,12 @@ def test_mixed_batches_do_not_change_a_requests_tokens(
     # pages of 64 after the decode rows are taken off it.
     tiers = ("--tier-dir", str(tmp_path / "kv"), "--tier-host-bytes", "36MiB")
     server = launch(*MIXED, *tiers, "--chunked-prefill-size", "128")
-    assert "attention backend pod: extends with decode rows" in server.log
-    alone = [server.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
-    assert alone == [stock.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
+    alone = asked(server, 1)
+    assert alone == asked(stock, 1)
     assert served(server)["forwards"] == 0, "one request has no rows to mix"
     assert server.request("/tier/purge", {"all": True})["durable"]
     server.flush()
-    assert together(server) == alone
+    assert asked(server, len(PROMPTS)) == alone
     state = served(server)
     # Nobody but the pod backend counts these, and it counts after the kernels returned.
     assert state["forwards"] >= 4
@@ -65,27 +54,20 @@ def test_mixed_batches_do_not_change_a_requests_tokens(
     server.kill()
 
 
-@pytest.mark.slow
 def test_reference_backend_gives_the_tokens_of_sglangs_own(launch: Launch, stock: Server) -> None:
     """What all others are held against is not held against itself alone."""
     server = launch(*UNTIERED, "--attention-backend", "torch_native")
-    assert together(server) == [
-        stock.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS
-    ]
+    assert asked(server, len(PROMPTS)) == asked(stock, 1)
     server.kill()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("write", [write_sliding_window, write_gemma3])
 def test_sliding_windows_and_sinks_survive_mixed_batches(
-    write: Callable[[Path, Path], Path], launch: Launch, model: Path, tmp_path: Path
+    launch: Launch, model: Path, tmp_path: Path
 ) -> None:
-    """Windows in a pool of their own, with sinks; windows in the pool of the other layers."""
-    path = write(model, tmp_path / "model")
-    server = launch(*UNTIERED, model_path=path)
-    alone = [server.generate(prompt, num_new=NUM_NEW).output_ids for prompt in PROMPTS]
+    server = launch(*UNTIERED, model_path=write_sliding_window(model, tmp_path / "model"))
+    alone = asked(server, 1)
     server.flush()
-    assert together(server) == alone
+    assert asked(server, len(PROMPTS)) == alone
     assert served(server)["layers"] >= 12
     assert served(server)["other_layers"] == {}
     server.kill()

@@ -3,28 +3,23 @@ what was stored before is found after."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from route_front import Front
 
-from conftest import PAGE, aligned, ask, make_prompts
+from conftest import PAGE, aligned, make_prompts
 from kit.scrapes import by_rank
 from kit.waiting import eventually
-from prefill_decode import PrefillDecode, spawn_role, transfer_state, wait_until_healthy
+from prefill_decode import PrefillDecode, transfer_state
 from server_process import Server, free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, LENGTH, LONG = 4, 1500, 200
-KEY = "operator-of-the-test"
+OTHER_PORT = free_port()  # of what decode becomes
 KEPT = 512  # that decode keeps free for each of its requests
 PROMPTS = make_prompts(4901, NUM_PROMPTS, LENGTH)
 FLAGS = (
@@ -34,86 +29,52 @@ FLAGS = (
 )
 
 
-class Switching:
-    """Two servers, and which of them is what."""
-
-    def __init__(self, model: Path, folder: Path) -> None:
-        other = free_port()
-        self.pair = PrefillDecode.spawn(
-            model,
-            folder,
-            *FLAGS,
-            prefill=("--tier-dir", str(folder / "one")),
-            decode=(
-                *("--tier-dir", str(folder / "two")),
-                *("--disaggregation-bootstrap-port", str(other)),
-            ),
-        )
-        self.ports = [self.pair.bootstrap_port, other]
-
-    def change_places(self) -> float:
-        """Returns the seconds from the order until both have switched."""
-        pair, started = self.pair, time.monotonic()
-        roles = [(pair.prefill, "decode"), (pair.decode, "prefill")]
-        with ThreadPoolExecutor(2) as pool:
-            answers = list(pool.map(lambda one: switch(*one), roles))
-        assert [answer["message"] for answer in answers] == ["ok", "ok"]
-        took = time.monotonic() - started
-        self.ports.reverse()
-        pair.bootstrap_port = self.ports[0]
-        pair.prefill, pair.decode = pair.decode, pair.prefill
-        return took
-
-    def handed_over(self) -> float:
-        """Bytes that decode had from prefill since it is decode."""
-        state = transfer_state(self.pair.decode)
-        return state["transfer_bytes:wire"] + state["transfer_bytes:same_host"]
-
-
-def switch(server: Server, role: str) -> dict[str, object]:
-    body = {"new_role": role, "decode_cuda_graph_memory_gb": 0}
-    answer: dict[str, object] = server.request("/pd_role_switch", body)
-    return answer
-
-
-def is_refused(server: Server, has_switched: threading.Event) -> bool:
-    """Whether a request is refused before the server looks at it: this one is nobody's. A stream is
-    refused with a status too, or a front would take it for an answer."""
-    body = {"input_ids": [5], "max_thinking_tokens": 1}
-    streamed = {**body, "stream": True}
-    refused: set[str] = set()
-    while len(refused) < 2 and not has_switched.is_set():
-        status, said = ask(server, "/generate", body)
-        assert status in (400, 503), said
-        refused |= {"answer"} if status == 503 else set()
-        with contextlib.suppress(json.JSONDecodeError):  # a stream: it is not refused (yet, or now)
-            refused |= {"stream"} if ask(server, "/generate", streamed)[0] == 503 else set()
-    return len(refused) == 2
-
-
 def record_of(server: Server) -> dict[str, Any]:
     record: dict[str, Any] = server.request("/tier/costs")["ranks"][0]
     return record
 
 
-@pytest.fixture(scope="module")
-def switching(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Switching]:
-    made = Switching(model, tmp_path_factory.mktemp("switching"))
+@pytest.fixture
+def pair(model: Path, tmp_path: Path) -> Iterator[PrefillDecode]:
+    prefill, decode = (("--tier-dir", str(tmp_path / name)) for name in ("one", "two"))
+    decode += ("--disaggregation-bootstrap-port", str(OTHER_PORT))
+    made = PrefillDecode.spawn(model, tmp_path, *FLAGS, prefill=prefill, decode=decode)
     try:
-        made.pair.wait_until_ready()
+        made.wait_until_ready()
         yield made
     finally:
-        made.pair.kill()
+        made.kill()
 
 
-def test_roles_change_under_traffic(switching: Switching, stock: Server) -> None:
+def change_places(pair: PrefillDecode, port: int) -> None:
+    """``port``: that of the new prefill."""
+
+    def switch(server: Server, role: str) -> None:
+        body = {"new_role": role, "decode_cuda_graph_memory_gb": 0}
+        assert server.request("/pd_role_switch", body)["message"] == "ok"
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(switch, (pair.prefill, pair.decode), ("decode", "prefill")))
+    pair.bootstrap_port = port
+    pair.prefill, pair.decode = pair.decode, pair.prefill
+
+
+def handed_over(pair: PrefillDecode) -> float:
+    """Bytes that decode had from prefill since it is decode."""
+    state = transfer_state(pair.decode)
+    return state["transfer_bytes:wire"] + state["transfer_bytes:same_host"]
+
+
+def test_roles_change_under_traffic(pair: PrefillDecode, stock: Server) -> None:
     """The orders come while requests run; those end first, in their old roles."""
-    pair = switching.pair
     expected = [answer.output_ids for answer in stock.generate_all(PROMPTS)]
     long = [answer.output_ids for answer in stock.generate_all(PROMPTS, num_new=LONG)]
     assert [reply.output_ids for reply in pair.generate_all(PROMPTS)] == expected
-    cold_bytes = switching.handed_over()
-    first = pair.prefill, pair.decode
+    cold_bytes, first, first_port = (
+        handed_over(pair),
+        (pair.prefill, pair.decode),
+        pair.bootstrap_port,
+    )
     with ThreadPoolExecutor(NUM_PROMPTS) as pool:
         asked = [pool.submit(pair.generate, prompt, LONG) for prompt in PROMPTS]
         seen: list[dict[str, Any]] = []
@@ -125,92 +86,24 @@ def test_roles_change_under_traffic(switching: Switching, stock: Server) -> None
         eventually(generates, "it generates")
         told = seen[-1]
         assert 0 <= told["tokens"] / told["requests"] - LENGTH - KEPT <= LONG + 1
-        started = time.monotonic()
-        has_switched = threading.Event()
-        with ThreadPoolExecutor(2) as probes:
-            late = [probes.submit(is_refused, server, has_switched) for server in first]
-            try:
-                switching.change_places()
-            finally:
-                has_switched.set()
-            # One that is empty at once switches between two looks of a busy machine.
-            assert any(each.result() for each in late), "it would meet a scheduler of another role"
+        change_places(pair, OTHER_PORT)
         assert [future.result(60).output_ids for future in asked] == long
-    assert (pair.prefill, pair.decode) == first[::-1]
-    num_pages = NUM_PROMPTS * (aligned(LENGTH) // PAGE)
     for server in first:
-        state = server.tier_state()
-        assert state["tier_pages:nvme"] >= num_pages, "stored before it switched, and kept"
+        stored = server.tier_state()["tier_pages:nvme"]
+        assert stored >= NUM_PROMPTS * (aligned(LENGTH) // PAGE), "before it switched, and kept"
     prefilled, decoded = pair.both(PROMPTS[0])
-    took = time.monotonic() - started
     assert decoded.output_ids == expected[0]
     assert prefilled.body["meta_info"]["cached_tokens"] >= aligned(LENGTH), prefilled
-    print(f"{took:.1f} s from the order to the first answer in the new roles")
     assert [reply.output_ids for reply in pair.generate_all(PROMPTS)] == expected
-    assert switching.handed_over() < 0.1 * cold_bytes, "decode found what it stored as prefill"
+    assert handed_over(pair) < 0.1 * cold_bytes, "decode found what it stored as prefill"
     for server in first:
         text = server.request("/metrics")
         assert by_rank(text, "transfer_rooms_ended_total", outcome="failed") == {"0": 0.0}
         assert by_rank(text, "transfer_rooms_ended_total", outcome="done")["0"] > NUM_PROMPTS
-
-
-def test_roles_change_back_and_forth(switching: Switching, stock: Server) -> None:
-    for turn in range(3):
-        switching.change_places()
+    for turn, port in enumerate((first_port, OTHER_PORT, first_port)):  # back and forth
+        change_places(pair, port)
         prompts = [PROMPTS[turn], *make_prompts(4910 + turn, 3, 700)]
-        got = [reply.output_ids for reply in switching.pair.generate_all(prompts)]
+        got = [reply.output_ids for reply in pair.generate_all(prompts)]
         assert got == [answer.output_ids for answer in stock.generate_all(prompts)]
-        servers = (switching.pair.prefill, switching.pair.decode)
-        roles = [record_of(server)["role"] for server in servers]
+        roles = [record_of(server)["role"] for server in (pair.prefill, pair.decode)]
         assert roles == ["prefill", "decode"], "routers learn of it"
-
-
-def test_the_picker_moves_a_server_to_work(model: Path, tmp_path: Path) -> None:
-    """One prefills as much as it can, and one of two that decode has nothing to do. Orders have
-    keys made of the operator's."""
-    flags = (*FLAGS, "--admin-api-key", KEY)
-    folders = [("--tier-dir", str(tmp_path / name)) for name in ("one", "two", "three")]
-    decode = (*folders[1], "--disaggregation-bootstrap-port", str(free_port()))  # for its next role
-    pair = PrefillDecode.spawn(model, tmp_path, *flags, prefill=folders[0], decode=decode)
-    idle = spawn_role(model, tmp_path / "idle.log", "decode", free_port(), (*flags, *folders[2]))
-    (tmp_path / "key").write_text(KEY)
-    urls = [server.url for server in (pair.prefill, pair.decode, idle)]
-    front, prompts = None, iter(make_prompts(4930, 500, 3500))
-    try:
-        pair.wait_until_ready()
-        wait_until_healthy(idle)
-        front = Front.start(
-            tmp_path,
-            urls,
-            *("--envoy", "off", "--server-key-file", str(tmp_path / "key")),
-            *("--balance", "on", "--balance-cooldown", "10s"),
-        )
-        front.wait_until_ready(3)
-        ended = threading.Event()
-
-        def prefills() -> None:
-            while not ended.is_set():
-                assert pair.generate(next(prompts), 1).status == 200
-
-        with ThreadPoolExecutor(3) as pool:
-            working = [pool.submit(prefills) for _ in range(3)]
-            try:
-                eventually(
-                    lambda: "has taken its new role" in front.log, "one switches", timeout_s=120
-                )
-            finally:
-                ended.set()
-            for work in working:
-                work.result()
-        expected = dict(zip(urls, ("prefill", "decode", "prefill"), strict=True))
-        eventually(lambda: roles_of(front) == expected, "all serve")
-    finally:
-        if front is not None:
-            front.close()
-        idle.kill()
-        pair.kill()
-
-
-def roles_of(front: Front) -> dict[str, str]:
-    """Of the servers that take requests."""
-    return {row["url"]: row["role"] for row in front.servers() if row["ready"]}

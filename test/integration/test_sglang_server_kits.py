@@ -1,27 +1,11 @@
 """SGLang's own tests of servers (``sglang.test.kits``): what passes on stock passes with tiers.
 
-Each test of a kit runs on a server with device memory, host memory and NVMe, and passes. That it
-passes on stock with the same demo model is ``long``: only another version of SGLang can change it.
-Those that this model fails on stock are ``LEFT_OUT``, with the reason; the one that stock fails
-because it has no tiers has a test of its own.
-
-Kits that do not run here:
-
-- ``eval_accuracy``, ``lm_eval``, ``mmmu_vlm``, ``vlm_perf``, ``perf_bench`` and each ``test_gsm8k``
-  need models and data sets of the network. So does ``kl_divergence``, whose helpers for several
-  turns the kit of the radix cache runs on prompts made here.
-- ``spec_decoding`` and most of ``spec_server_kits`` need draft models.
-- ``fwd_occupancy``, ``dsa_metadata`` and ``attention_unittest`` need a GPU.
-- ``prefix_cache_branching`` needs a model with Mamba states, whose points of branching it counts.
-- ``pd_parity`` and the fixture of disaggregation need SGLang's router and RDMA;
-  ``test_disaggregation.py`` compares a pair with one server.
-- ``WaitingTimeoutMixin``, ``RunningTimeoutTwoWaveMixin``, ``AbortLeakReproKitMixin`` and the files
-  in ``sglang.test.manual`` start a server each, for what is decided before a cache is asked.
-- ``anthropic_messages``, ``ebnf``, ``json``, ``regex``, ``json_mode``, ``matched_stop`` and
-  ``reasoning`` ask what a trained model says, and how it is said.
-
-The wheel has no kit of attaching and detaching storage, of recovery or of KV events;
-``test_radix_cache.py``, ``test_tiers.py`` and ``test_kv_events.py`` are about these.
+Each runs on a server with device memory, host memory and NVMe. Those that the demo model fails on
+stock are ``LEFT_OUT``. Kits that do not run here need a data set or a model of the network
+(``eval_accuracy``, ``lm_eval``, ``mmmu_vlm``, ``vlm_perf``, ``perf_bench``, ``kl_divergence``, each
+``test_gsm8k``, and what asks a trained model), a draft model (``spec_decoding``, most of
+``spec_server_kits``), a GPU (``fwd_occupancy``, ``dsa_metadata``, ``attention_unittest``), Mamba
+states (``prefix_cache_branching``), or SGLang's router and RDMA (``pd_parity``).
 """
 
 from __future__ import annotations
@@ -117,31 +101,27 @@ class Kit(
         return next((told for _, told in (*result.failures, *result.errors)), None)
 
 
-ANSWERS = "asks what a trained model knows"
-LONG = "asks for 100,000 tokens, beyond the model's context"
-LEFT_OUT = {
-    "test_capital_france": ANSWERS,
-    "test_basic_math": ANSWERS,
-    "test_color_completion": ANSWERS,
-    "test_streaming_response": ANSWERS,
-    "test_concurrent_requests": ANSWERS,
-    "test_long_prompt": "needs room for 36,000 tokens of one byte each",
-    "test_first_mid_abort_recovery": LONG,
-    "test_nth_mid_abort_recovery": LONG,
-    "test_gsm8k": "a data set of the network",
-    "test_gsm8k_two_passes": "a data set of the network",
-    "test_logprob_match": "ends stock's scheduler: an index out of range in its embedding",
-    "test_logprob_mixed": "its prompts are tokens of a larger vocabulary",
-    "test_logprob_decode_match_prefill": "asks for tokens of a larger vocabulary",
+ANSWERS = """
+test_capital_france test_basic_math test_color_completion test_streaming_response
+test_concurrent_requests
+"""  # of a trained model
+LONG = "test_first_mid_abort_recovery test_nth_mid_abort_recovery test_long_prompt"
+OTHER_MODELS = """
+test_gsm8k test_gsm8k_two_passes test_logprob_match test_logprob_mixed
+test_logprob_decode_match_prefill
+"""  # data sets of the network, or tokens of a larger vocabulary
+LEFT_OUT = {*ANSWERS.split(), *LONG.split(), *OTHER_MODELS.split()}
+SIZES = {
+    "CONCURRENT_LOGPROB_ROUNDS": 1,
+    "CONCURRENT_LOGPROB_TURNS": 3,
+    "STRESS_NUM_SESSIONS": 3,
+    "STRESS_NUM_TURNS": 2,
 }
-OF_TIERS = "test_l3_prefetch_full_prefix_hit_after_flush"
-TESTS = sorted(
-    name for name in dir(Kit) if name.startswith("test_") and name not in {*LEFT_OUT, OF_TIERS}
-)
+TESTS = sorted(name for name in dir(Kit) if name.startswith("test_") and name not in LEFT_OUT)
 
 
 @pytest.fixture(scope="module")
-def tiered(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Server:
+def server(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Server:
     """With as much device memory as stock has: SGLang never evicts the pages of open sessions."""
     directory = tmp_path_factory.mktemp("tier") / "kv"
     sizes = ("--max-total-tokens", "16384", "--tier-host-bytes", "64MiB")
@@ -156,41 +136,16 @@ def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         radix_cache_server_kit, "gen_radix_tree", lambda: nodes(num_nodes=24, chunk_len=48)
     )
-    monkeypatch.setattr(streaming_session_fixture, "CONCURRENT_LOGPROB_ROUNDS", 1)
-    monkeypatch.setattr(streaming_session_fixture, "CONCURRENT_LOGPROB_TURNS", 3)
-    monkeypatch.setattr(streaming_session_fixture, "STRESS_NUM_SESSIONS", 3)
-    monkeypatch.setattr(streaming_session_fixture, "STRESS_NUM_TURNS", 2)
+    for name, value in SIZES.items():
+        monkeypatch.setattr(streaming_session_fixture, name, value)
 
 
-on_each_server = pytest.mark.parametrize(
-    "which", ["tiered", pytest.param("stock", marks=pytest.mark.long)]
-)
-
-
-@pytest.fixture
-def server(which: str, request: pytest.FixtureRequest) -> Server:
-    named: Server = request.getfixturevalue(which)
-    return named
-
-
-@on_each_server
 @pytest.mark.parametrize("test", TESTS)
 def test_kits_that_pass_on_stock_pass_with_tiers(test: str, server: Server, model: Path) -> None:
     went_wrong = Kit(server, model, test).run_kit()
     assert went_wrong is None, went_wrong
 
 
-@on_each_server
-def test_flushed_prompt_misses_only_its_last_page(server: Server, which: str, model: Path) -> None:
-    """What SGLang asks of a server with storage; stock, which has none, computes it again."""
-    went_wrong = Kit(server, model, OF_TIERS).run_kit()
-    if which == "stock":
-        assert "cached_tokens=0 <" in (went_wrong or "")
-    else:
-        assert went_wrong is None, went_wrong
-
-
-@on_each_server
 def test_every_turn_hits_the_turns_before_it(server: Server, model: Path, tmp_path: Path) -> None:
     source = random.Random(8)
     words = ["".join(chr(source.randrange(97, 123)) for _ in range(300)) for _ in range(12)]

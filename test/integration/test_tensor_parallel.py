@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 
-from conftest import ALWAYS, Disk, Launch, aligned, ask, make_prompts
+from conftest import ALWAYS, Disk, Launch, aligned, ask, make_prompts, until
 from kit.promtool import check_metrics
 from kit.scrapes import by_rank
 from server_process import Answer, Server
@@ -39,41 +38,31 @@ def outputs(answers: list[Answer]) -> list[list[int]]:
     return [answer.output_ids for answer in answers]
 
 
-def pages_found(server: Server) -> dict[str, int]:
-    """Pages that each rank found in its shard at start, by rank."""
-    pattern = r"(TP\d)\S*\] NVMe tier open: .*?, (\d+) pages of earlier runs found"
-    return {rank: int(number) for rank, number in re.findall(pattern, server.log)}
+def see_sick_rank(server: Server, disk: Disk, expected: list[list[int]]) -> None:
+    """Let the disk of the second rank fail. Each rank has its own series, from before that."""
 
+    def scraped(name: str, **labels: str) -> dict[str, float]:
+        return by_rank(server.request("/metrics"), name, **labels)
 
-def see_sick_rank(server: Server, disk: Disk, expected: list[list[int]]) -> str:
-    """Let the disk of the second rank fail; return the scrape that tells of it. Each rank has its
-    own series, from before anything fails."""
-    deadline = time.monotonic() + DEADLINE_S
-    held, arrived, text = {}, {}, ""
+    def held() -> dict[str, float]:
+        return dict.fromkeys("01", server.tier_state()["tier_pages:nvme"])
+
     # Each rank publishes once a second, at its own moment.
-    while not (held and set(held.values()) == {server.tier_state()["tier_pages:nvme"]}) or (
-        arrived["0"] != arrived["1"]
-    ):
-        assert time.monotonic() < deadline, f"ranks tell of other pages or requests: {held}"
-        text = server.request("/metrics")
-        held = by_rank(text, "tier_pages", tier="nvme")
-        arrived = by_rank(text, "request_wait_seconds_count")
-    assert by_rank(text, "tier_healthy", tier="nvme") == {"0": 1.0, "1": 1.0}
-    assert by_rank(text, "page_outcomes_total", **FAILED_READS) == {"0": 0.0, "1": 0.0}
-    assert set(held) == {"0", "1"} and arrived["0"] >= 2 * len(PROMPTS)
-    loads = by_rank(text, "load_duration_seconds_count", tier="nvme")
-    assert set(loads) == {"0", "1"} and min(loads.values()) > 0
+    until(lambda: scraped("tier_pages", tier="nvme") == held(), "ranks hold other pages")
+    assert scraped("tier_healthy", tier="nvme") == {"0": 1.0, "1": 1.0}
+    assert scraped("page_outcomes_total", **FAILED_READS) == {"0": 0.0, "1": 0.0}
+    disk.order(failing=["shard-tp1of2"])
 
-    disk.read_in(0, "shard-tp1of2")
-    while by_rank(text, "tier_healthy", tier="nvme") != {"0": 1.0, "1": 0.0}:
-        assert time.monotonic() < deadline, "the failing disk of one rank is not seen"
+    def is_seen() -> bool:
         server.flush()
         assert outputs(server.generate_all(PROMPTS, concurrency=4)) == expected
-        text = server.request("/metrics")
-    failed = by_rank(text, "page_outcomes_total", **FAILED_READS)
+        return scraped("tier_healthy", tier="nvme") == {"0": 1.0, "1": 0.0}
+
+    until(is_seen, "the failing disk of one rank is not seen", DEADLINE_S)
+    failed = scraped("page_outcomes_total", **FAILED_READS)
     assert failed["0"] == 0 < failed["1"]
     assert server.tier_state()["tier_healthy:nvme"] == 1, "the first rank answers for itself"
-    return text
+    check_metrics(server.request("/metrics"))
 
 
 def test_rank_with_older_shard_costs_only_hits(
@@ -99,10 +88,8 @@ def test_rank_with_older_shard_costs_only_hits(
 
     together = server.generate_all(PROMPTS, concurrency=len(PROMPTS))
     assert outputs(together) == expected
-    assert {tier for answer in together for tier in answer.cached if answer.cached[tier]} >= {
-        "host",
-        "storage",
-    }
+    for tier in ("host", "storage"):
+        assert any(answer.cached[tier] for answer in together)
     assert sum(answer.num_cached for answer in together) >= 0.97 * aligned(LENGTH) * len(PROMPTS)
     server.flush()
     server.kill()
@@ -110,7 +97,8 @@ def test_rank_with_older_shard_costs_only_hits(
     shutil.rmtree(shard)
     shutil.copytree(earlier, shard)
     restarted = launch(*arguments)
-    found = pages_found(restarted)
+    pattern = r"(TP\d)\S*\] NVMe tier open: .*?, (\d+) pages of earlier runs found"
+    found = {rank: int(number) for rank, number in re.findall(pattern, restarted.log)}
     assert found["TP0"] == 2 * found["TP1"] >= len(PROMPTS) * (LENGTH // 64)
     answers = restarted.generate_all(PROMPTS, concurrency=4)
     assert outputs(answers) == expected
@@ -134,9 +122,9 @@ def test_rank_with_older_shard_costs_only_hits(
     assert outputs(hinted_answers) == expected[:2]
     assert [answer.cached["host"] for answer in hinted_answers] == [aligned(LENGTH)] * 2
 
-    text = see_sick_rank(restarted, disk, expected)
+    see_sick_rank(restarted, disk, expected)
+    disk.order()
     restarted.kill()
-    check_metrics(text)
 
 
 def test_ranks_compute_both_ends_alike(
@@ -144,23 +132,26 @@ def test_ranks_compute_both_ends_alike(
 ) -> None:
     """A slow disk of each rank: what one of them is sooner done with must not decide alone."""
     expected = outputs(stock.generate_all(LONG_PROMPTS))
-    disk.read_in(0)
+    disk.order()
     monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
     server = launch(
         *("--tp", "2", "--max-total-tokens", "4096", "--tier-host-bytes", "40MiB"),
         *("--tier-dir", str(tmp_path / "kv")),
     )
     assert outputs(server.generate_all(LONG_PROMPTS)) == expected
-    deadline = time.monotonic() + DEADLINE_S
-    while (state := server.tier_state())["both_ends_requests"] < 6:
-        assert time.monotonic() < deadline, "no prompt is computed from both ends"
+
+    def computes_both_ends() -> bool:
+        state = server.tier_state()
         # Loading a prompt takes as long as computing it takes on this machine now.
         prompts_per_s = state["prefill_tokens_per_second"] / LONG_LENGTH
         prompt_bytes = state["tier_held_bytes:nvme"] / len(LONG_PROMPTS)
-        disk.read_in(0, bytes_per_s=prompts_per_s * prompt_bytes)
+        disk.order(read_bytes_s=prompts_per_s * prompt_bytes)
         server.flush()
         assert outputs(server.generate_all(LONG_PROMPTS, concurrency=1)) == expected
-    disk.read_in(0)
+        return server.tier_state()["both_ends_requests"] >= 6
+
+    until(computes_both_ends, "no prompt is computed from both ends", DEADLINE_S)
+    disk.order()
     server.flush()  # refused while anything is locked or under way
     assert outputs(server.generate_all(LONG_PROMPTS, concurrency=3)) == expected
     server.kill()

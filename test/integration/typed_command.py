@@ -3,6 +3,7 @@ by Ctrl-C; and finds what it leaves behind."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -136,9 +137,8 @@ def interrupt(server: Server) -> None:
     started = _session(server) | set(psutil.Process(server.process.pid).children(recursive=True))
     os.killpg(server.process.pid, signal.SIGINT)
     deadline = time.monotonic() + STOP_DEADLINE_S
-    while server.process.poll() is None or (left := _alive(started | _session(server))):
+    while (left := _alive(started | _session(server))) or server.process.poll() is None:
         if time.monotonic() > deadline:
-            left = _alive(started | _session(server))
             about = [f"{process.pid} {process.name()}" for process in left]
             for process in left:
                 process.kill()
@@ -149,20 +149,16 @@ def interrupt(server: Server) -> None:
 def _session(server: Server) -> set[psutil.Process]:
     found = set()
     for process in psutil.process_iter():
-        try:
+        with contextlib.suppress(ProcessLookupError):
             if os.getsid(process.pid) == server.process.pid:
                 found.add(process)
-        except ProcessLookupError:
-            continue
     return found
 
 
 def _alive(processes: set[psutil.Process]) -> set[psutil.Process]:
     alive = set()
     for process in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 alive.add(process)
-        except psutil.NoSuchProcess:
-            continue
     return alive

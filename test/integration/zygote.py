@@ -32,7 +32,6 @@ LOOK_S = 0.02
 SLOW_DISK = Path(__file__).resolve().parent / "slow_disk"
 
 READ_LATE = (
-    "ASYNC_PLATFORM_DRAIN",
     "ASYNC_PLATFORM_HORIZON_S",
     "ASYNC_PLATFORM_MODE",
     "ASYNC_PLATFORM_REPORT",
@@ -55,9 +54,9 @@ class _Zygote:
 
     def __init__(self, environment: dict[str, str], log: Path) -> None:
         self._lock = threading.Lock()
-        self._running: set[int] = set()
+        self.running: set[int] = set()  # whose end somebody may ask for
         with log.open("ab") as errors:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -67,37 +66,27 @@ class _Zygote:
                 env=environment,
             )
 
-    @property
-    def is_idle(self) -> bool:
-        """No server of it runs whose end somebody may ask for."""
-        return not self._running
-
     def fork(self, command: list[str], environment: dict[str, str], log: Path) -> ForkedProcess:
         """Start a program that prints into ``log``."""
         pid = self._ask(command=command, environment=environment, log=str(log))
-        self._running.add(pid)
+        self.running.add(pid)
         return ForkedProcess(self, pid)
 
     def exit_code(self, pid: int) -> int | None:
         """How a server of it ended, as ``subprocess`` counts; None while it runs."""
         code: int | None = self._ask(wait_for=pid)
         if code is not None:
-            self._running.discard(pid)
+            self.running.discard(pid)
         return code
 
     def _ask(self, **request: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
         with self._lock:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        assert line, f"the zygote ended with {self._process.wait()}"
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        assert line, f"the zygote ended with {self.process.wait()}"
         return json.loads(line)
-
-    def close(self) -> None:
-        """End it. Servers that still run go on."""
-        self._process.communicate(timeout=END_DEADLINE_S)
 
 
 @dataclass
@@ -151,16 +140,17 @@ class Zygotes:
         key = tuple(sorted(one for one in environment.items() if not one[0].startswith(READ_LATE)))
         zygote = self._alive.pop(key, None)
         if zygote is None:
-            idle = [other for other, one in self._alive.items() if one.is_idle]
+            idle = [other for other, one in self._alive.items() if not one.running]
             for other in idle[: len(self._alive) - MAX_ALIVE + 1]:
-                self._alive.pop(other).close()
+                self._alive.pop(other).process.communicate(timeout=END_DEADLINE_S)
             zygote = _Zygote(environment, self._log)
         self._alive[key] = zygote
         return zygote.fork(command, environment, log)
 
     def close(self) -> None:
+        """Servers that still run go on."""
         for zygote in self._alive.values():
-            zygote.close()
+            zygote.process.communicate(timeout=END_DEADLINE_S)
 
 
 # ---- The zygote ----

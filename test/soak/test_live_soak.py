@@ -1,35 +1,30 @@
-"""Live servers under everything at once, for as long as ``scripts/soak live`` says.
-
-Lives of servers, drawn from a seed: topology, flags, what the asynchronous platform does. Each life
-has rounds of clients and an operator that act at random; after each the servers come to rest, and
-no answer was wrong, nothing is under way, lost or left over. With ``LIVE_SOAK_TOPOLOGY`` there is
-one life, of that topology. ``SOAK_SEED`` draws the same lives and
-the same choices again; how they interleave is the machine's.
+"""SGLang's schedulers under everything at once, for as long as ``scripts/soak live`` says: the
+worlds that the short suites run with a few seeds go on with new ones. ``SOAK_SEED`` draws the same
+again; how threads interleave is the machine's.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import random
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from answers import Answers
-from checks import Resources, at_rest, leaves_nothing
-from clients import Client
-from life import Life, Record, Violation
-from operator_thread import Operator
-from progress import say, summary
-from setups import TOPOLOGIES, draw
-from world import DEADLINE_S, World
+from platform_process import environment, run
+from zygote import Zygotes
+
+from kit.small_model import write_small_model
 
 SECONDS = float(os.environ.get("LIVE_SOAK_SECONDS", "0"))
 SEED = int(os.environ.get("SOAK_SEED", "0"))
-ONLY = os.environ.get("LIVE_SOAK_TOPOLOGY")
+WORLD = Path(__file__).parents[1] / "integration" / "both_ends_world.py"
+DEADLINE_S = 300.0
+MODES = ("random", "late", "late-forward")
 
 pytestmark = [
     pytest.mark.soak,
@@ -37,89 +32,33 @@ pytestmark = [
     pytest.mark.skipif(SECONDS <= 0, reason="LIVE_SOAK_SECONDS is not set; run scripts/soak live"),
 ]
 
-ROOT = Path(__file__).parents[2]
-ROUNDS_OF_A_LIFE = 4
-MIN_ROUND_S, MAX_ROUND_S = 15.0, 35.0
-NUM_CLIENTS = 6
+
+def seeds() -> Iterator[int]:
+    """For half of the time, one at least."""
+    end = time.monotonic() + SECONDS / 2
+    for seed in itertools.count(SEED):
+        print(f"seed {seed}", flush=True)
+        yield seed
+        if time.monotonic() >= end:
+            return
 
 
-@pytest.fixture
-def models(tmp_path: Path) -> dict[str, Path]:
-    names = ("first",) if ONLY == "peers" else ("first", "second")  # weights that are updated
-    paths = {name: tmp_path / f"model-{name}" for name in names}
-    for seed, path in enumerate(paths.values()):
-        maker = [sys.executable, str(ROOT / "scripts" / "make_demo_model.py"), str(path)]
-        subprocess.run([*maker, f"--seed={seed}"], check=True, timeout=120)
-    return paths
+def test_random_traffic_leaves_nothing_wrong_or_behind(tmp_path: Path) -> None:
+    for seed in seeds():
+        mode = ("overlap", "normal")[seed % 2]
+        command = [sys.executable, str(WORLD), str(tmp_path), str(seed), mode]
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        assert done.returncode == 0, f"seed {seed}, {mode}:\n{done.stderr[-4000:]}"
 
 
-@pytest.fixture
-def answers(models: dict[str, Path], tmp_path: Path) -> Iterator[Answers]:
-    answers = Answers(models, tmp_path)
-    yield answers
-    answers.close()
-
-
-def test_live_servers_answer_right_and_leave_nothing(
-    models: dict[str, Path], answers: Answers, tmp_path: Path
-) -> None:
-    end = time.monotonic() + SECONDS
-    source, record = random.Random(SEED), Record()
-    place = "start"
-    say(record, f"live soak, seed {SEED}")
-    try:
-        for number in range(sys.maxsize):
-            kind = ONLY or TOPOLOGIES[number % len(TOPOLOGIES)]
-            setup = draw(source, kind)
-            folder = tmp_path / f"life-{number}"
-            folder.mkdir()
-            place = f"life {number}: {setup.told()}"
-            say(record, place)
-            world = World(models["first"], folder, setup, seed=source.randrange(1 << 30))
-            try:
-                world.spawn()
-                answers.wait_until_ready()
-                world.wait_until_ready()
-                life = Life(world, answers, record, models)
-                resources = Resources()
-                for turn in range(sys.maxsize if ONLY else ROUNDS_OF_A_LIFE):
-                    place = f"life {number}, round {turn}: {setup.told()}"
-                    play(life, f"{SEED}-{number}-{turn}", end)
-                    at_rest(life, source, resources)
-                    record.count("rounds", setup.topology)
-                    say(record, f"life {number}, round {turn} at rest")
-                    if time.monotonic() >= end:
-                        break
-                leaves_nothing(life)
-                if time.monotonic() >= end:
-                    return
-            finally:
-                world.close()
-    except AssertionError as error:
-        record.did("VIOLATION")
-        actions = "\n".join(record.recent)
-        raise Violation(
-            f"seed {SEED}, {place}\nlogs in {tmp_path}\nlast actions:\n{actions}\n{error}"
-        ) from error
-    finally:
-        record.count("ties", "with stock", answers.num_ties)
-        summary(record)
-
-
-def play(life: Life, seed: str, end: float) -> None:
-    """One round: everybody acts at random until the time is up or something is wrong."""
-    source = random.Random(seed)
-    life.ends.clear()
-    seconds = min(source.uniform(MIN_ROUND_S, MAX_ROUND_S), max(5.0, end - time.monotonic()))
-    actors = [Client(life, f"{seed}-{number}") for number in range(NUM_CLIENTS)]
-    actors.append(Operator(life, f"{seed}-operator"))
-    for actor in actors:
-        actor.start()
-    life.ends.wait(seconds)
-    life.ends.set()
-    for actor in actors:
-        actor.join(3 * DEADLINE_S)
-        if actor.is_alive():
-            raise Violation(f"{actor.name} hangs")
-    if life.errors:
-        raise life.errors[0]
+def test_changing_disks_spoil_and_leak_nothing(zygotes: Zygotes, tmp_path: Path) -> None:
+    model = str(write_small_model(tmp_path / "model"))
+    for seed in seeds():
+        settings = environment(seed=seed, MODE=MODES[seed % len(MODES)])
+        words = ("both_ends_rounds.py", model, "25", str(seed))
+        said: Any = run(zygotes, *words, timeout_s=DEADLINE_S, **settings)
+        assert "error" not in said, f"seed {seed}:\n{said['error']}"
+        found = said["wrong"], said["left over"], said["violations"]
+        assert found == (0, {}, []), f"seed {seed}: {found}"

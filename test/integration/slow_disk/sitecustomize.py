@@ -1,14 +1,16 @@
-"""Found on a server's PYTHONPATH: makes the disks of NVMe tiers slow, as two files say.
+"""Found on a server's PYTHONPATH: has the disk of its NVMe tier behave as the JSON of the file says
+that ``SLOW_DISK_FILE`` names, read anew for each operation. Nothing in it is a disk in order.
 
-``SLOW_DISK_FILE`` names the one of reads. It holds the seconds that each takes, a disk's bytes per
-second (0: no limit), and parts of the names of shards whose reads fail. The file that
-``SLOW_DISK_WRITE_FILE`` names is the speed of writing. Nothing is slow where they are absent."""
+``read_s``                           every read takes so long
+``read_bytes_s``, ``write_bytes_s``  the disk's speed
+``failing``                          parts of the names of shards whose reads fail"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import importlib.abc
+import json
 import os
 import sys
 import threading
@@ -16,52 +18,59 @@ import time
 from typing import Any
 
 MODULE = "sglang_tiered.storage.region.device"
+_one_at_a_time = threading.Lock()
 
 
-def _words(variable: str) -> list[str]:
-    with contextlib.suppress(OSError), open(os.environ.get(variable, "")) as file:
-        return file.read().split()
-    return []
+def _orders() -> dict[str, Any]:
+    with (
+        contextlib.suppress(OSError, ValueError),
+        open(os.environ.get("SLOW_DISK_FILE", "")) as file,
+    ):
+        found: dict[str, Any] = json.load(file)
+        return found
+    return {}
 
 
-class _SlowDisk(importlib.abc.MetaPathFinder):
-    """Wraps the device's read once its module is loaded."""
+def _paced(num_bytes: int, bytes_per_s: float) -> int:
+    if bytes_per_s:
+        with _one_at_a_time:
+            time.sleep(num_bytes / bytes_per_s)
+    return num_bytes
+
+
+def _slow_down(device: Any) -> None:
+    readv, writev = device.readv, device.writev
+
+    def slow_readv(self: Any, *arguments: Any) -> int:
+        told = _orders()
+        time.sleep(told.get("read_s", 0.0))
+        if any(part in self._directory.name for part in told.get("failing", ())):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return _paced(readv(self, *arguments), told.get("read_bytes_s", 0.0))
+
+    def slow_writev(self: Any, *arguments: Any) -> int:
+        return _paced(writev(self, *arguments), _orders().get("write_bytes_s", 0.0))
+
+    device.readv, device.writev = slow_readv, slow_writev
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Wraps the device once its module is loaded."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != MODULE:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
+        assert spec is not None and spec.loader is not None
         execute = spec.loader.exec_module
 
         def execute_and_wrap(module: Any) -> None:
             execute(module)
-            read, write = module.FileDevice.readv, module.FileDevice.writev
-            one_at_a_time = threading.Lock()
-
-            def take(count: int, bytes_per_s: str) -> int:
-                if float(bytes_per_s) > 0:
-                    with one_at_a_time:
-                        time.sleep(count / float(bytes_per_s))
-                return count
-
-            def slow_read(device: Any, *arguments: Any) -> int:
-                delay_s, bytes_per_s, *failing = _words("SLOW_DISK_FILE") or ["0", "0"]
-                time.sleep(float(delay_s))
-                if any(part in device._directory.name for part in failing):
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
-                return take(int(read(device, *arguments)), bytes_per_s)
-
-            def slow_write(device: Any, *arguments: Any) -> int:
-                (bytes_per_s,) = _words("SLOW_DISK_WRITE_FILE") or ["0"]
-                return take(int(write(device, *arguments)), bytes_per_s)
-
-            module.FileDevice.readv, module.FileDevice.writev = slow_read, slow_write
+            _slow_down(module.FileDevice)
 
         spec.loader.exec_module = execute_and_wrap  # type: ignore[method-assign]
         return spec
 
 
-sys.meta_path.insert(0, _SlowDisk())
+sys.meta_path.insert(0, _Finder())
