@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import secrets
 import socket
-from collections import Counter
 from contextlib import closing
 
 import numpy as np
@@ -19,7 +17,7 @@ from transfer_strangers import strange_decode, strange_prefill
 
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages, same_host
-from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Fence, Guest
+from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Fence
 from sglang_tiered.wire import sockets
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,20 +48,6 @@ def test_no_process_may_trace_prefill_before_authentication(
         assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512
         receiver.endpoint.close()
         eventually(lambda: allowed == [os.getpid(), 0])  # nobody any more
-
-
-def test_an_unread_endpoint_revokes_no_permission(
-    receiver: Decode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process has one, which may be a debugger's."""
-    allowed: list[int] = []
-    monkeypatch.setattr(same_host, "_may_be_read_by", allowed.append)
-    with prefill(settings=SETTINGS) as sender, strange_decode(sender.address) as stranger:
-        assert stranger.greet(is_same_host=True).door is not None
-    assert not allowed
-    with prefill(settings=SETTINGS) as sender:
-        hand_over(sender, receiver)
-    assert allowed == [os.getpid(), 0]
 
 
 def test_a_relay_to_another_door_reads_nothing(sender: Prefill, receiver: Decode) -> None:
@@ -106,36 +90,6 @@ def test_silent_guests_keep_no_other_out(sender: Prefill, receiver: Decode) -> N
         hand_over(sender, receiver)
         assert receiver.endpoint.stats.received_bytes == 2 * 4 * 512
     eventually(lambda: not sender.endpoint._peers._guests)
-
-
-def test_lack_of_descriptors_makes_no_busy_loop(
-    sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    door = sender.endpoint._peers.door
-    assert door is not None
-    seen: Counter[str] = Counter()
-    welcome = door.accept
-
-    def attempt() -> Guest | None:
-        seen["attempts"] += 1
-        return welcome()
-
-    monkeypatch.setattr(door, "accept", attempt)
-    monkeypatch.setattr(sender.endpoint, "_on_tick", lambda _: seen.update(ticks=1))
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as guest:
-        os.close(first_free := os.dup(guest.fileno()))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, most[1]))
-        try:
-            guest.connect(f"\0{door.name}")
-            eventually(lambda: seen["attempts"] and seen["ticks"] >= 3)
-            assert seen["attempts"] <= seen["ticks"] + 1, "one a tick"
-            assert not sender.endpoint._peers._guests
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, most)
-        eventually(lambda: len(sender.endpoint._peers._guests) == 1)
-        hand_over(sender, receiver)
-        assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512
 
 
 def test_a_pull_of_unoffered_memory_fails_the_room(receiver: Decode) -> None:

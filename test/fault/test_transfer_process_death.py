@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 from transfer_child import SHAPE, Child, hand_over
-from transfer_pair import IMPATIENT, SAME_HOST, Decode, Prefill, decode, prefill
+from transfer_pair import IMPATIENT, Decode, Prefill, decode, prefill
 
 from kit.waiting import eventually
 
@@ -19,10 +19,17 @@ UNHURRIED = replace(IMPATIENT, peer_timeout_s=60.0, progress_timeout_s=60.0)
 SETTINGS = IMPATIENT
 
 
-def test_a_killed_prefill_fails_its_rooms_at_once() -> None:
-    with decode(SHAPE, settings=UNHURRIED) as receiver, Child("prefill") as child:
+@pytest.mark.parametrize("same_host", [False, True])
+def test_a_killed_prefill_fails_its_rooms_at_once(same_host: bool) -> None:
+    with (
+        decode(SHAPE, settings=replace(UNHURRIED, same_host=same_host)) as receiver,
+        Child("prefill", same_host=same_host) as child,
+    ):
         hand_over(child, receiver, 1)
-        child.opens(receiver, 2)
+        before = receiver.endpoint.stats.num_slabs
+        child.opens(receiver, 2, [2, 3])
+        child.tell("send 2 part")
+        eventually(lambda: receiver.endpoint.stats.num_slabs > before)
         child.kill()
         assert receiver.events.wait_for("failed", 2)[2]
         eventually(lambda: receiver.endpoint.num_sessions == 0)
@@ -86,14 +93,3 @@ def test_a_stopped_decode_fails_rooms_until_it_resumes(sender: Prefill) -> None:
         sender.events.wait_for("ready", 2)
         sender.send(2, [2])
         sender.events.wait_for("sent", 2)
-
-
-def test_a_prefill_killed_while_read_fails_the_room() -> None:
-    with Child("prefill", same_host=True) as child, decode(SHAPE, settings=SAME_HOST) as receiver:
-        hand_over(child, receiver, 1)
-        child.opens(receiver, 2, [2, 3])
-        child.tell("send 2 part")
-        eventually(lambda: receiver.endpoint.stats.num_slabs == 2)
-        child.kill()
-        assert receiver.events.wait_for("failed", 2)[2]
-    assert receiver.endpoint.stats.received_bytes == 0

@@ -19,9 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages
-from sglang_tiered.transfer.decode.endpoint import DecodeTarget
 from sglang_tiered.transfer.messages import VERSION_FRAME
-from sglang_tiered.wire import sockets
 from sglang_tiered.wire.keys import load_keys, make_keys
 from sglang_tiered.wire.sockets import encode
 
@@ -93,22 +91,6 @@ def test_an_oversized_frame_is_not_buffered(sender: Prefill, receiver: Decode) -
         stranger.control.send_multipart([VERSION_FRAME, bytes(messages.MAX_CONTROL_BYTES + 1)])
         eventually(lambda: sender.endpoint.stats.num_sessions_lost == 1)
     hand_over(sender, receiver, 99)
-
-
-def test_garbage_does_not_flood_the_log(sender: Prefill, caplog: pytest.LogCaptureFixture) -> None:
-    with strange_decode(sender.address) as stranger:
-        for _ in range(500):
-            stranger.control.send_multipart([VERSION_FRAME, b"\xc1"])
-        eventually(lambda: sender.endpoint.stats.num_refused == 500)
-    assert 1 <= sum("refused" in record.message for record in caplog.records) <= 5
-
-
-def test_a_decode_of_another_version_is_told_both(sender: Prefill) -> None:
-    with strange_decode(sender.address) as stranger:
-        stranger.control.send_multipart([b"sgt-kv/7", b""])
-        reason = stranger.hear(messages.Refuse).reason
-        assert "version 7" in reason
-        assert f"version {messages.VERSION}" in reason
 
 
 def test_a_prefill_of_another_version_fails_the_room(receiver: Decode) -> None:
@@ -223,13 +205,8 @@ def test_second_open_in_a_session_replaces_nothing(sender: Prefill, is_ready: bo
         stranger.open(1, generation=2)
         refused = stranger.hear(messages.Failed)
         assert (refused.room, refused.generation) == (1, 2)
-        assert "serves this room number already" in refused.reason
-        if not is_ready:
-            sender.endpoint.expect_room(1)
-        sender.events.wait_for("ready", 1)
         (opened,) = sender.endpoint._rooms.get(1).opens.values()
         assert opened.generation == 1
-        assert sender.events.kinds(1) == ["ready"]
 
 
 def test_another_decode_cannot_touch_a_served_room(sender: Prefill, receiver: Decode) -> None:
@@ -349,32 +326,6 @@ def test_metadata_of_another_shape_fails_the_room(receiver: Decode) -> None:
         assert "metadata rows" in receiver.events.wait_for("failed", 1)[2]
 
 
-def test_a_reason_is_cut_and_made_printable(receiver: Decode) -> None:
-    with strange_prefill() as stranger:
-        opened = stranger.opened_by(receiver, [7])
-        reason = "line\n\x1b[31m" + "x" * 100_000
-        stranger.tell(messages.Failed(1, opened.generation, reason))
-        told = receiver.events.wait_for("failed", 1)[2]
-        assert len(told) <= len(messages.peer_failed("")) + sockets.MAX_REASON
-        assert told.isprintable()
-
-
-def test_one_broken_session_leaves_the_others(sender: Prefill, receiver: Decode) -> None:
-    hand_over(sender, receiver, 1)
-    with strange_prefill() as stranger:
-        receiver.endpoint.open_room(
-            7, [DecodeTarget(stranger.address)], pages=np.array([1], np.int32), state_rows=[],
-            aux_row=None, prefix_tokens=0, num_receivers=1,
-        )  # fmt: skip
-        stranger.welcome()
-        stranger.joined()
-        stranger.data.send_multipart([stranger.link, VERSION_FRAME, b"\xc1", b""])
-        assert "broke the protocol" in receiver.events.wait_for("failed", 7)[2]
-    hand_over(sender, receiver, 2)
-    # The room fails first, and the stranger's session goes after it.
-    eventually(lambda: receiver.endpoint.num_sessions == 1)
-
-
 def test_keys_keep_strangers_out(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     make_keys(tmp_path / "ours")
@@ -469,34 +420,18 @@ def test_with_keys_only_a_session_sends_data(tmp_path: Path) -> None:
         assert not is_admitted(port, name, password), "its session is over"
 
 
-def test_without_keys_only_allowed_machines_are_served(receiver: Decode) -> None:
+@pytest.mark.parametrize("is_keyed", [False, True])
+def test_only_allowed_machines_are_asked(is_keyed: bool, tmp_path: Path) -> None:
+    """Keys do not replace the list."""
+    make_keys(tmp_path)
+    keys = load_keys(tmp_path, "decode") if is_keyed else None
     elsewhere = "203.0.113.1", 9  # nobody's (RFC 5737)
-    receiver.open(1, [elsewhere], [0])
-    assert "--transfer-allow" in receiver.events.wait_for("failed", 1)[2]
-    allowed = msgspec.structs.replace(IMPATIENT, allowed_networks=("203.0.113.0/24",))
-    with decode(settings=allowed) as tolerant:
-        tolerant.open(1, [elsewhere], [0])
-        assert "--transfer-allow" not in tolerant.events.wait_for("failed", 1)[2]
-
-
-def test_keys_do_not_replace_allowed_addresses(tmp_path: Path) -> None:
-    make_keys(tmp_path)
-    keys = {role: load_keys(tmp_path, role) for role in ("prefill", "decode")}
-    allowed = msgspec.structs.replace(IMPATIENT, allowed_networks=("192.0.2.0/24",))
-    with (
-        prefill(settings=IMPATIENT, keys=keys["prefill"]) as sender,
-        decode(settings=allowed, keys=keys["decode"]) as receiver,
-    ):
-        receiver.open(9, [("203.0.113.1", 9)], [0])
-        assert "nor in --transfer-allow" in receiver.events.wait_for("failed", 9)[2]
-        hand_over(sender, receiver, 99)
-
-
-def test_keys_on_decode_alone_fail_with_a_reason(tmp_path: Path, sender: Prefill) -> None:
-    make_keys(tmp_path)
-    with decode(settings=IMPATIENT, keys=load_keys(tmp_path, "decode")) as receiver:
-        receiver.open(1, [sender], [0])
-        assert receiver.events.wait_for("failed", 1)[2]
+    for network in ("192.0.2.0/24", "203.0.113.0/24"):
+        settings = msgspec.structs.replace(IMPATIENT, allowed_networks=(network,))
+        with decode(settings=settings, keys=keys) as receiver:
+            receiver.open(1, [elsewhere], [0])
+            reason = receiver.events.wait_for("failed", 1)[2]
+            assert ("--transfer-allow" in reason) == network.startswith("192")
 
 
 @pytest.mark.parametrize("encrypts", ["prefill", "decode"])

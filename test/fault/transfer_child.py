@@ -26,20 +26,9 @@ SHAPE = Shape(num_pages=64)
 class Child(LineProcess):
     """The other end of the process."""
 
-    def __init__(
-        self,
-        role: str,
-        port: int = 0,
-        *,
-        same_host: bool = False,
-        host: str = HOST,
-        prefix: Sequence[str] = (),
-    ) -> None:
-        """``prefix``: a command that runs the process elsewhere, where it binds to ``host``."""
-        super().__init__(
-            *("transfer_child", role, port, int(same_host)), prefix=prefix, TRANSFER_TEST_HOST=host
-        )
-        self.address = host, int(self.wait_for("port").split()[1])
+    def __init__(self, role: str, port: int = 0, *, same_host: bool = False) -> None:
+        super().__init__("transfer_child", role, port, int(same_host))
+        self.address = HOST, int(self.wait_for("port").split()[1])
 
     @property
     def port(self) -> int:
@@ -77,7 +66,6 @@ def serve(port: int, settings: Any) -> None:
         _bind_control_to(port)
     with prefill(SHAPE, settings=settings, seed=SEED) as sender:
         say(f"port {sender.endpoint.control_port}")
-        say(f"pool {sender.pool.kv[0, 0, 0, :8].tobytes().hex()}")
         for line in sys.stdin:
             verb, *rest = line.split()
             room = int(rest[0]) if rest else 0

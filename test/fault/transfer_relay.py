@@ -102,14 +102,11 @@ class Relay:
         fault: Fault,
         seed: int,
         keys: Mapping[str, Keys] | None = None,
-        *,
-        encrypts_data: bool = False,
     ) -> None:
         self.fault = fault
         self._random = random.Random(seed)
         self._address = address
         self._keys = keys
-        self._encrypts_data = encrypts_data
         self._context: zmq.Context[Socket] = zmq.Context()
         self._poller = zmq.Poller()
         self._control, self.port = self._bind(is_data=False)
@@ -133,7 +130,7 @@ class Relay:
 
     def _bind(self, *, is_data: bool) -> tuple[Socket, int]:
         socket = self._context.socket(zmq.ROUTER)
-        if self._keys is not None and (self._encrypts_data or not is_data):
+        if self._keys is not None and not is_data:
             keys = self._keys["prefill"]
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
@@ -145,7 +142,7 @@ class Relay:
         socket = self._backs.get((is_data, identity))
         if socket is None:
             socket = self._backs[is_data, identity] = self._context.socket(zmq.DEALER)
-            if self._keys is not None and (self._encrypts_data or not is_data):
+            if self._keys is not None and not is_data:
                 self._keys["decode"].secure_client(socket)
             host, port = self._address
             socket.connect(f"tcp://{host}:{self._target_data_port if is_data else port}")

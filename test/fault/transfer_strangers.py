@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from transfer_pair import Decode
 
     from sglang_tiered.transfer.memory import Buffer
-    from sglang_tiered.transfer.messages import KVLayout
 
 TOKEN = b"of this session."
 TIMEOUT_MS = int(DEADLINE_S * 1000)
@@ -34,9 +33,9 @@ TIMEOUT_MS = int(DEADLINE_S * 1000)
 class StrangeDecode:
     """A decode instance made of two sockets."""
 
-    def __init__(self, address: tuple[str, int], layout: KVLayout | None = None) -> None:
+    def __init__(self, address: tuple[str, int]) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.layout = layout or Pool(Shape()).layout
+        self.layout = Pool(Shape()).layout
         self.control = self._connect(address[1])
         self.data: zmq.Socket[bytes] | None = None
         self.welcome: messages.Welcome | None = None
@@ -99,10 +98,10 @@ class StrangeDecode:
 class StrangePrefill:
     """A prefill instance made of two sockets: it welcomes, and then sends what the test says."""
 
-    def __init__(self, layout: KVLayout | None = None, key: bytes = b"") -> None:
+    def __init__(self, key: bytes = b"") -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.pool = Pool(Shape(), seed=1)
-        self.layout = layout or self.pool.layout
+        self.layout = self.pool.layout
         self.key = key
         self.control, self.port = self._bind()
         self.data, self.data_port = self._bind()
@@ -187,10 +186,8 @@ class StrangePrefill:
 
 
 @contextmanager
-def strange_decode(
-    address: tuple[str, int], layout: KVLayout | None = None
-) -> Iterator[StrangeDecode]:
-    peer = StrangeDecode(address, layout)
+def strange_decode(address: tuple[str, int]) -> Iterator[StrangeDecode]:
+    peer = StrangeDecode(address)
     try:
         yield peer
     finally:
@@ -198,8 +195,8 @@ def strange_decode(
 
 
 @contextmanager
-def strange_prefill(layout: KVLayout | None = None, key: bytes = b"") -> Iterator[StrangePrefill]:
-    peer = StrangePrefill(layout, key)
+def strange_prefill(key: bytes = b"") -> Iterator[StrangePrefill]:
+    peer = StrangePrefill(key)
     try:
         yield peer
     finally:
@@ -207,12 +204,10 @@ def strange_prefill(layout: KVLayout | None = None, key: bytes = b"") -> Iterato
 
 
 @contextmanager
-def introduced(
-    buffers: Sequence[Buffer], num_buffers: int | None = None
-) -> Iterator[tuple[PeerMemory, Tagger]]:
+def introduced(buffers: Sequence[Buffer]) -> Iterator[tuple[PeerMemory, Tagger]]:
     """This process's memory as one of another session would know it, and what authenticates."""
     door = Door()
-    peer = PeerMemory(door.name, TOKEN, len(buffers) if num_buffers is None else num_buffers)
+    peer = PeerMemory(door.name, TOKEN, len(buffers))
     guest = door.accept()
     assert guest is not None and guest.read_token() == TOKEN
     assert not peer.is_right(b""), "nothing is authentic before a key was told"
