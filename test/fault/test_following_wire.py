@@ -3,20 +3,20 @@ what is found in the end is there, and each erasure was applied once."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 from page_peers import HOST, StrangeClient, StrangeServer
 from peer_servers import NAMESPACE, Servers, key
 
 from kit.waiting import eventually
 from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.pages import messages
+from sglang_tiered.sharing.pages.link import PageLink
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
+from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
 
@@ -27,52 +27,30 @@ ID, NOBODY = b"s" * 16, bytes(16)
 Frames = list[bytes]
 
 
-class Relay:
-    """Between followers and a server: does something once to the first message of a kind."""
+def mistreat(monkeypatch: pytest.MonkeyPatch, kind: str, what: str) -> list[Any]:
+    """Do something once to the first message of a kind that is sent; returns it once it was."""
+    done: list[Any] = []
 
-    def __init__(self, port: int, kind: str, mistreat: Callable[[Frames], list[Frames]]) -> None:
-        self._server = port
-        self._kind = kind
-        self._mistreat = mistreat
-        self.num_mistreated = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._front = self._context.socket(zmq.ROUTER)
-        self._front.linger = 0
-        self.port = self._front.bind_to_random_port(f"tcp://{HOST}")
-        self._backs: dict[bytes, zmq.Socket[bytes]] = {}
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._is_over.is_set():
-            poller = zmq.Poller()
-            for socket in (self._front, *self._backs.values()):
-                poller.register(socket, zmq.POLLIN)
-            ready = dict(poller.poll(10))
-            if self._front in ready:
-                client, *frames = self._front.recv_multipart()
-                if client not in self._backs:
-                    self._backs[client] = self._context.socket(zmq.DEALER)
-                    self._backs[client].linger = 0
-                    self._backs[client].connect(f"tcp://{HOST}:{self._server}")
-                for each in self._passed(frames):
-                    self._backs[client].send_multipart(each)
-            for client, back in list(self._backs.items()):
-                if back in ready:
-                    for each in self._passed(back.recv_multipart()):
-                        self._front.send_multipart([client, *each])
-
-    def _passed(self, frames: Frames) -> list[Frames]:
-        if self.num_mistreated or msgspec.msgpack.decode(frames[1])[0] != self._kind:
+    def passed(message: Any, payload: Any = ()) -> list[Frames]:
+        frames = [VERSION_FRAME, encode(message), *map(bytes, payload)]
+        if done or msgspec.msgpack.decode(frames[1])[0] != kind:
             return [frames]
-        self.num_mistreated += 1
-        return self._mistreat(frames)
+        done.append(message)
+        return MISTREATMENTS[what](frames)
 
-    def close(self) -> None:
-        self._is_over.set()
-        self._thread.join()
-        self._context.destroy(linger=0)
+    def to_server(self: PageLink, message: Any) -> bool:
+        for frames in passed(message):
+            self.socket.send_multipart(frames)
+        return True
+
+    def to_client(self: PageServer, client: bytes, message: Any, payload: Any = ()) -> list[Any]:
+        for frames in passed(message, payload):
+            self._socket.send_multipart([client, *frames])
+        return []
+
+    monkeypatch.setattr(PageLink, "send", to_server)
+    monkeypatch.setattr(PageServer, "_send", to_client)
+    return done
 
 
 MISTREATMENTS: dict[str, Callable[[Frames], list[Frames]]] = {
@@ -88,27 +66,18 @@ MISTREATMENTS: dict[str, Callable[[Frames], list[Frames]]] = {
 KINDS = ["follow", "changes", "compare", "erasures", "teach"]
 
 
-@pytest.fixture
-def relays() -> Iterator[list[Relay]]:
-    opened: list[Relay] = []
-    yield opened
-    for each in opened:
-        each.close()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", MISTREATMENTS)
 def test_a_mistreated_message_costs_time_only(
-    servers: Servers, relays: list[Relay], kind: str, what: str
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, kind: str, what: str
 ) -> None:
+    mistreated = mistreat(monkeypatch, kind, what)
     one = servers.open(range(1, 100), listed=False, expiry_s=4.0)
     two = servers.open(range(50, 150), listed=False, expiry_s=4.0)
     one.erase(Erasure(tenant=TENANT))
     two.erase(Erasure.of([key(7)]))
-    relay = Relay(one.target.port, kind, MISTREATMENTS[what])
-    relays.append(relay)
-    servers.roster.append(Target(HOST, relay.port))  # one follows itself, two follows one
-    eventually(lambda: relay.num_mistreated)
+    servers.roster.append(one.target)  # one follows itself, two follows one
+    eventually(lambda: mistreated)
     eventually(lambda: two.finds(1, 99) == [True, True])
     eventually(lambda: one.sync.book.digest == two.sync.book.digest)
     one.hold(range(2, 101))
@@ -118,20 +87,10 @@ def test_a_mistreated_message_costs_time_only(
     assert two.sync.mirror.figures().num_pages == 99
 
 
-def changes(**more: Any) -> messages.Changes:
-    values = {
-        "namespace": NAMESPACE,
-        "server": ID,
-        "digest": NOBODY,
-        "epoch": 7,
-        "sequence": 1,
-        "start": 0,
-        "end": None,
-        "num_added": 1,
-        "num_removed": 0,
-        "more": False,
-    }
-    return messages.Changes(**{**values, **more})
+def changes(
+    start: int = 0, end: int | None = None, num_added: int = 1, more: bool = False
+) -> messages.Changes:
+    return messages.Changes(NAMESPACE, ID, NOBODY, 7, 1, start, end, num_added, 0, more)
 
 
 PAGE = (5).to_bytes(8, "little")
