@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from transfer_pair import (
     HOST,
     IMPATIENT,
@@ -15,6 +16,7 @@ from transfer_pair import (
     TCP,
     decode,
     hand_over,
+    pair_keys,
     prefill,
 )
 from transfer_strangers import strange_decode, strange_prefill
@@ -22,9 +24,12 @@ from transfer_strangers import strange_decode, strange_prefill
 from kit.waiting import eventually
 from sglang_tiered.config import TransferConfig
 from sglang_tiered.transfer import messages
-from sglang_tiered.wire.keys import Keys, load_keys, make_keys
 
 pytestmark = pytest.mark.timeout(60)
+
+
+UNHURRIED = replace(IMPATIENT, peer_timeout_s=60.0, progress_timeout_s=60.0)
+"""Within the deadline of a test, death is noticed by the connection or not at all."""
 
 
 def returns_everything(once: Callable[[], None], times: int = 8) -> None:
@@ -42,10 +47,7 @@ def returns_everything(once: Callable[[], None], times: int = 8) -> None:
 @pytest.mark.parametrize("way", ["tcp", "same_host", "keys"])
 def test_endpoints_that_close_leave_nothing(way: str, tmp_path: Path) -> None:
     settings: TransferConfig = SAME_HOST if way == "same_host" else TCP
-    keys: dict[str, Keys] = {}
-    if way == "keys":
-        make_keys(tmp_path)
-        keys = {role: load_keys(tmp_path, role) for role in ("prefill", "decode")}
+    keys = pair_keys(tmp_path) if way == "keys" else {}
 
     def once() -> None:
         with (
@@ -58,7 +60,7 @@ def test_endpoints_that_close_leave_nothing(way: str, tmp_path: Path) -> None:
 
 
 def test_sessions_that_fail_leave_nothing() -> None:
-    with decode(settings=IMPATIENT) as receiver:
+    with decode(settings=UNHURRIED) as receiver:
         numbers = iter(range(10_000))
 
         def once() -> None:
@@ -85,12 +87,12 @@ def test_sessions_that_fail_leave_nothing() -> None:
 
 
 def test_short_lived_decode_instances_leave_nothing_on_prefill() -> None:
-    with prefill(settings=IMPATIENT) as sender:
+    with prefill(settings=UNHURRIED) as sender:
         numbers = iter(range(10_000))
 
         def once() -> None:
             room = next(numbers)
-            with decode(settings=IMPATIENT) as receiver:
+            with decode(settings=UNHURRIED) as receiver:
                 hand_over(sender, receiver, room)
             with strange_decode(sender.address) as stranger:
                 stranger.greet()
@@ -103,3 +105,22 @@ def test_short_lived_decode_instances_leave_nothing_on_prefill() -> None:
         assert not peers._by_token
         assert not peers._by_link
         assert not peers._turns
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_a_peer_that_falls_silent_fails_its_rooms(who: str) -> None:
+    """As one that was stopped: its connections stay."""
+    with prefill(settings=IMPATIENT) as sender, decode(settings=IMPATIENT) as receiver:
+        if who == "prefill":
+            with strange_prefill() as stranger:
+                stranger.opened_by(receiver, [1])
+                assert "silent" in receiver.events.wait_for("failed", 1)[2]
+        else:
+            with strange_decode(sender.address) as stranger:
+                stranger.greet()
+                stranger.join()
+                sender.endpoint.expect_room(1)
+                stranger.open(1)
+                sender.events.wait_for("ready", 1)
+                assert "silent" in sender.events.wait_for("failed", 1)[2]
+        hand_over(sender, receiver, 2)

@@ -53,16 +53,6 @@ def test_equal_adapters_and_tokens_are_served() -> None:
         sender.events.wait_for("ready", 1)
 
 
-def test_claim_of_other_model_ends_the_request() -> None:
-    """Prefill need not compute what nobody takes, though decode has no memory yet."""
-    with prefill() as sender, decode(model=OTHER) as receiver:
-        sender.endpoint.expect_room(1)
-        receiver.claim(1, [sender])
-        assert is_other_model(sender.events.wait_for("failed", 1)[2])
-        receiver.open(1, [sender], [1, 2])
-        assert is_other_model(receiver.events.wait_for("failed", 1)[2])
-
-
 @pytest.mark.parametrize("model", [MODEL, OTHER], ids=["same", "other"])
 def test_requests_wait_until_both_models_are_known(model: bytes) -> None:
     with prefill(model=None) as sender, decode(model=None) as receiver:

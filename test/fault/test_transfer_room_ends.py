@@ -27,7 +27,7 @@ from transfer_pair import (
     meet,
     prefill,
 )
-from transfer_strangers import strange_decode, strange_prefill
+from transfer_strangers import strange_prefill
 
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages
@@ -112,16 +112,6 @@ def nothing_is_left(sender: Prefill, receiver: Decode) -> None:
     eventually(lambda: not receiver.endpoint._senders)
 
 
-def test_a_received_room_survives_losing_prefill() -> None:
-    with decode() as receiver:
-        with prefill() as sender:
-            bring(sender, receiver, "concluded")
-        receiver.events.wait_for("lost")
-        assert receiver.events.kinds(1) == ["received"]
-        receiver.endpoint.close_room(1)
-        eventually(lambda: not receiver.endpoint._senders and not receiver.endpoint.num_rooms)
-
-
 def test_late_slabs_of_an_earlier_room_never_land(receiver: Decode) -> None:
     with strange_prefill() as stranger:
         first = stranger.opened_by(receiver, [7])
@@ -151,21 +141,6 @@ def test_late_end_after_failure_is_no_success(receiver: Decode) -> None:
         assert (told.room, told.generation) == (1, opened.generation)
         assert "out of memory" in told.reason
         assert receiver.endpoint.stats.num_late == 1
-
-
-def test_rooms_without_request_are_bounded_and_end() -> None:
-    settings = replace(TCP, orphan_timeout_s=1.0, max_orphans=900)
-    with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
-        for room in range(1000):
-            receiver.open(room, [sender], [0])
-        for room in range(900, 1000):
-            assert "whose requests never came" in receiver.events.wait_for("failed", room)[2]
-        assert sender.endpoint.num_rooms <= 900
-        for room in range(900):
-            assert "no request reached prefill" in receiver.events.wait_for("failed", room)[2]
-        eventually(lambda: sender.endpoint.num_rooms == receiver.endpoint.num_rooms == 0)
-        assert not receiver.endpoint._senders
-        assert sender.endpoint._rooms.num_orphans == 0
 
 
 @pytest.mark.parametrize("copy", ["gather", "scatter"])
@@ -244,24 +219,6 @@ def test_a_slow_reader_is_bounded_delaying_no_other() -> None:
         leave.set()
         slow.events.wait_for("received", 1)
         assert np.array_equal(slow.pool.kv, sender.pool.kv)
-
-
-def test_a_decode_that_never_confirms_is_given_up() -> None:
-    with prefill(settings=IMPATIENT) as sender, strange_decode(sender.address) as stranger:
-        stranger.greet()
-        stranger.join()
-        stranger.open(1)
-        sender.endpoint.expect_room(1)
-        sender.events.wait_for("ready", 1)
-        sender.send(1, [0])
-
-        def pings() -> bool:
-            stranger.tell(messages.Ping(1))
-            return "failed" in sender.events.kinds(1)
-
-        eventually(pings, timeout_s=IMPATIENT.progress_timeout_s + 3)
-        assert "has taken no data" in sender.events.wait_for("failed", 1)[2]
-        assert "has taken no data" in stranger.hear(messages.Bye).reason
 
 
 NUM_SILENT = 400

@@ -17,9 +17,11 @@ from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories
 from sglang_tiered.transfer.messages import NOTHING_MORE, Asked, KVLayout, StateLayout
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 from sglang_tiered.transfer.prefill.send_queue import Chunk
+from sglang_tiered.wire.keys import load_keys, make_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from sglang_tiered.wire.keys import Keys
 
@@ -244,6 +246,12 @@ class Decode:
 
 def indices(numbers: Sequence[int]) -> Any:
     return np.array(list(numbers), np.int32)
+
+
+def pair_keys(folder: Path) -> dict[str, Keys]:
+    """New ones, by role."""
+    make_keys(folder)
+    return {role: load_keys(folder, role) for role in ("prefill", "decode")}
 
 
 @contextmanager

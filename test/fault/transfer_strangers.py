@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -219,23 +217,3 @@ def introduced(buffers: Sequence[Buffer]) -> Iterator[tuple[PeerMemory, Tagger]]
         peer.close()
         guest.close()
         door.close()
-
-
-@dataclass
-class Scanner:
-    """Raw bytes to a port, and what comes back."""
-
-    port: int
-
-    def say(self, *pieces: bytes) -> bytes:
-        """What is answered until the other end closes, or says nothing for a moment."""
-        with socket.create_connection((HOST, self.port), timeout=0.3) as connection:
-            for piece in pieces:
-                connection.sendall(piece)
-            answer = b""
-            try:
-                while piece := connection.recv(4096):
-                    answer += piece
-            except (TimeoutError, ConnectionError):
-                pass
-            return answer
