@@ -13,7 +13,6 @@ import select
 import socket
 import struct
 import threading
-from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -291,14 +290,13 @@ class Rule:
 
 
 class FaultProxy:
-    """Thread-safe. ``seen`` counts requests by kind, those included that a fault dealt with."""
+    """Thread-safe."""
 
     def __init__(self, upstream: tuple[str, int]) -> None:
         self.upstream = upstream
         self.closing = threading.Event()
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
-        self._seen: Counter[str] = Counter()
         self._sockets: set[socket.socket] = set()
         self._server = _Server((HOST, 0), _Handler)
         self._server.proxy = self
@@ -311,11 +309,6 @@ class FaultProxy:
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
-
-    @property
-    def seen(self) -> Counter[str]:
-        with self._lock:
-            return self._seen.copy()
 
     def add(self, method: str, pattern: str, fault: Fault, *, count: int | None = None) -> Rule:
         rule = Rule(method, re.compile(pattern), fault, count)
@@ -333,7 +326,6 @@ class FaultProxy:
 
     def fault_of(self, request: Request) -> Fault:
         with self._lock:
-            self._seen[request.kind] += 1
             for rule in self._rules:
                 if rule.takes(request):
                     return rule.fault

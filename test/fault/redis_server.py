@@ -77,12 +77,11 @@ class RedisServer:
     def _answers(self, port: int) -> bool:
         assert self._process is not None
         deadline = time.monotonic() + TIMEOUT_S
+        where = {"unix_socket_path": self.socket_path, "password": self.password}
         while time.monotonic() < deadline and self._process.poll() is None:
             with (
                 contextlib.suppress(redis.RedisError),
-                redis.Redis(
-                    unix_socket_path=self.socket_path, password=self.password, socket_timeout=1.0
-                ) as client,
+                redis.Redis(**where, socket_timeout=1.0) as client,
             ):
                 return bool(client.config_get("port")["port"] == str(port))
             time.sleep(0.01)

@@ -3,7 +3,6 @@ and what arrives late touches nothing."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from object_proxy import FaultProxy, hang
 
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Erasure, Reason
-from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.promises import is_true
 
 OK = {Reason.OK}
@@ -32,16 +30,6 @@ def released() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
-
-
-@contextlib.contextmanager
-def holding(url: str) -> Iterator[BucketEngine]:
-    """One of short requests that knows what a patient one stored, however busy the machine is."""
-    with opened(url) as writer:
-        assert store(writer, run_of(1)) == OK
-    with opened(url, request_timeout_s=REQUEST_TIMEOUT_S) as engine:
-        eventually(lambda: engine.refresh(TIMEOUT_S) and is_held(engine, run_of(1)))
-        yield engine
 
 
 @pytest.mark.parametrize("after_head", [False, True], ids=["silent", "head only"])
@@ -95,7 +83,10 @@ def test_lookups_never_wait_whatever_hangs(
 def test_closing_is_bounded_and_ends_every_job(
     s3_url: str, proxy: FaultProxy, kind: str, folder: str
 ) -> None:
-    with holding(s3_url) as engine:
+    with opened(s3_url) as engine:
+        assert store(engine, run_of(1)) == OK
+    with opened(s3_url, request_timeout_s=REQUEST_TIMEOUT_S) as engine:
+        eventually(lambda: engine.refresh(TIMEOUT_S) and is_held(engine, run_of(1)))
         rule = proxy.add(kind, folder, hang())
         jobs = [start_load(engine, run_of(1))[0], engine.submit_store(run_of(3))]
         erased = Erasure(tenant=TENANT)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.landing import PageOutcome
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
+from sglang_tiered.wire.keys import PEER, Keys, load_keys, make_keys
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -240,3 +242,35 @@ def test_requests_without_reading_cost_bounded_memory() -> None:
             # It is hung up on, and what was held for it is free again.
             eventually(lambda: server.held_bytes == 0)
         assert reader.held_bytes == 0
+
+
+HASTY = replace(PATIENT, connect_timeout_s=1.0, answer_timeout_s=1.0)
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> dict[str, Keys | None]:
+    """``forged`` can encrypt to a server of ``ours``, and is not among those admitted."""
+    for name in ("ours", "theirs"):
+        make_keys(tmp_path / name, [PEER])
+    ours, theirs = (load_keys(tmp_path / name, PEER) for name in ("ours", "theirs"))
+    forged = replace(theirs, peer_public=ours.public)
+    return {"ours": ours, "theirs": theirs, "forged": forged, "none": None}
+
+
+@pytest.mark.parametrize(
+    ("asking", "serving"),
+    [("theirs", "ours"), ("none", "ours"), ("forged", "ours"), ("ours", "none")],
+)
+def test_only_who_has_the_same_keys_gets_pages(
+    known: dict[str, Keys | None], asking: str, serving: str
+) -> None:
+    with page_server(PAGES, keys=known[serving]) as (server, reader):
+        with page_client(HASTY, keys=known[asking]) as stranger:
+            wanted = Wanted(stranger, server.port, PAGES)
+            assert wanted.wait() == MISSING
+            assert wanted.is_untouched
+            assert reader.num_reads == server.stats.num_requests == 0
+        with page_client(keys=known[serving]) as friend:
+            wanted = Wanted(friend, server.port, PAGES)
+            assert wanted.wait() == [PageOutcome.OK] * 3
+            assert wanted.is_right

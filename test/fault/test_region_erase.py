@@ -177,49 +177,31 @@ def test_erasing_waits_for_no_others_load(tmp_path: Path) -> None:
         assert is_true(of_its_own, TIMEOUT_S)
 
 
-def test_known_names_outlive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The latest of them. One is known only once that is durable."""
+def test_names_and_notes_outlive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest of them, until their time. One is known only once that is durable."""
     monkeypatch.setattr(erase_log, "MAX_IDS", 4)
+    monkeypatch.setattr(erase_log, "MAX_NOTES_BYTES", 53)
     device = SimulatedDevice()
     disk = FaultyDevice(device)
     names = [bytes([number]) * 16 for number in range(6)]
+    first, old, other = NOTE._replace(id=bytes(16)), NOTE._replace(until_s=1.0), b"o" * 16
+    notes = [first, old, Note(other, time.time() + 1e6, b"x" * 30), NOTE._replace(id=b"z" * 16)]
     with running(tmp_path, disk) as engine:
         disk.faults = [Fault(0, "replace_file", times=1 << 30, error=errno.EIO)]
         assert not is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
         assert not is_true(engine.note_erased(names[:1]), TIMEOUT_S)
         assert engine.has_erased(names) == [False] * 6
         disk.faults = []
-        assert is_true(engine.note_erased(names[:4]), TIMEOUT_S)
+        assert is_true(engine.note_erased(names[:4], notes), TIMEOUT_S)
         assert is_true(engine.erase(Erasure(GONE, id=names[4])), TIMEOUT_S)
-        assert engine.has_erased(names) == [True] * 5 + [False]
-    with running(tmp_path, SimulatedDevice(device.crash("drop"))) as engine:
-        assert engine.has_erased(names) == [False, True, True, True, True, False]
-
-
-def test_notes_outlive_a_restart_until_their_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also in a file that began without: the version before had none."""
-    monkeypatch.setattr(erase_log, "MAX_NOTES_BYTES", 53)
-    device = SimulatedDevice()
-    with monkeypatch.context() as before, running(tmp_path, device) as engine:
-        before.setattr(erase_log, "VERSION", 1)
-        fill(engine)
-        assert is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
-    first, old, other = NOTE._replace(id=bytes(16)), NOTE._replace(until_s=1.0), b"o" * 16
-    notes = [first, old, Note(other, time.time() + 1e6, b"x" * 30), NOTE._replace(id=b"z" * 16)]
-    with running(tmp_path, device := SimulatedDevice(device.crash("kill"))) as engine:
-        assert held(engine, OF_A) == 8
-        assert is_true(engine.note_erased([], notes), TIMEOUT_S)
-        assert engine.has_erased([NOTE.id, other]) == [False] * 2, "noted is not erased"
+        assert engine.has_erased([*names, other]) == [True] * 5 + [False] * 2
     with running(tmp_path, device := SimulatedDevice(device.crash("drop"))) as engine:
+        assert engine.has_erased(names) == [False, True, True, True, True, False]
         assert engine.erased_notes == (*notes[2:],), "three have room, and the oldest goes"
-        assert is_true(engine.note_erased([], [notes[2]._replace(data=b"y")]), TIMEOUT_S)
         monkeypatch.setattr(erase_log, "_SLACK_BYTES", -1 << 30)  # written anew from now on
-        assert is_true(engine.erase(Erasure.of(LATER)), TIMEOUT_S)
+        assert is_true(engine.note_erased([], [notes[2]._replace(data=b"y")]), TIMEOUT_S)
     with running(tmp_path, SimulatedDevice(device.crash("drop"))) as engine:
         assert engine.erased_notes == (notes[3], notes[2]._replace(data=b"y"))
-        assert held(engine, OF_A) == 8
 
 
 def test_a_region_emptied_by_purge_is_freed(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -27,25 +26,10 @@ from sglang_tiered.route.settings import RouteConfig
 pytest.importorskip("envoy")
 pytestmark = pytest.mark.timeout(120)
 
-CLASSES = f"""\
-default: plain
-classes:
-  plain: {{shed: false}}
-  soon:
-    ttft: 2s
-    priority: 7
-    sha256: [{"4d8b9a2f" * 8}, 2c70e12b7a0646f92279f427c7b38e7334d8e5389cff167a1dc30e73f826b683]
-"""
-KEY = "key"
-"""Whose digest is the last above."""
-
 
 @pytest.fixture(scope="module")
 def running(mocks: Mocks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    folder = tmp_path_factory.mktemp("front")
-    (folder / "classes.yaml").write_text(CLASSES)
-    flags = "--classes", str(folder / "classes.yaml"), "--pick-timeout", "2s"
-    with Front.before(mocks, folder, *flags) as front:
+    with Front.before(mocks, tmp_path_factory.mktemp("front"), "--pick-timeout", "2s") as front:
         yield front
 
 
@@ -110,20 +94,6 @@ def test_clients_cannot_say_what_only_the_picker_may(front: Front, mocks: Mocks)
 def test_operators_calls_are_not_passed_on(front: Front, mocks: Mocks) -> None:
     for path in ("/tier/costs", "/flush_cache", "/server_info", "/v1/../tier/costs"):
         assert front.ask(path).status == 404
-
-
-def test_late_requests_are_shed_by_class(front: Front, mocks: Mocks) -> None:
-    front.busy(mocks, mocks)
-    mine = {"authorization": f"Bearer {KEY}"}
-    refused = front.chat(**mine)
-    assert refused.status == 429
-    assert 2 < int(refused.headers["retry-after"]) <= 60
-    assert "within 2 s" in json.loads(refused.body)["error"]["message"]
-    assert not any(mock.num_seen for mock in mocks.all), "a refusal is not tried again"
-    assert front.chat().status == 200, "of a class that is not shed"
-    front.prefer(mocks, mocks[1])
-    assert front.chat(**mine).status == 200
-    assert mocks[1].seen[-1]["headers"]["x-override-priority"] == "7"
 
 
 def test_draining_servers_get_no_request(front: Front, mocks: Mocks) -> None:

@@ -9,16 +9,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from transfer_pair import (
-    HOST,
-    IMPATIENT,
-    SAME_HOST,
-    TCP,
-    decode,
-    hand_over,
-    pair_keys,
-    prefill,
-)
+from transfer_pair import HOST, IMPATIENT, SAME_HOST, TCP, decode, hand_over, pair_keys, prefill
 from transfer_strangers import strange_decode, strange_prefill
 
 from kit.waiting import eventually

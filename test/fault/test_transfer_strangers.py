@@ -110,17 +110,21 @@ def test_a_session_whose_data_connections_never_come_ends(sender: Prefill) -> No
         assert "no data connection" in sender.events.wait_for("failed", 1)[2]
 
 
-def test_a_wrong_proof_joins_no_session(sender: Prefill, receiver: Decode) -> None:
-    hand_over(sender, receiver, 1)
-    session = next(iter(sender.endpoint._peers))
-    with strange_decode(sender.address) as stranger:
-        right = stranger.greet()
-        stranger.welcome = msgspec.structs.replace(right, session=session.token)
-        session.links[0] = None
-        before = sender.endpoint.stats.num_refused
-        stranger.join()
-        eventually(lambda: sender.endpoint.stats.num_refused > before)
-        assert session.links == [None]
+def test_a_wrong_proof_joins_no_session(sender: Prefill, tmp_path: Path) -> None:
+    keys = pair_keys(tmp_path)
+    with prefill(keys=keys["prefill"]) as guarded, decode(keys=keys["decode"]) as receiver:
+        hand_over(guarded, receiver, 1)
+        session = next(iter(guarded.endpoint._peers))
+        with strange_decode(sender.address) as stranger:
+            stranger.welcome = messages.Welcome(
+                b"", session.token, 0, receiver.pool.layout, guarded.endpoint._peers.data_port, 1,
+                b"wrong", None,
+            )  # fmt: skip
+            session.links[0] = None
+            before = guarded.endpoint.stats.num_refused
+            stranger.join()
+            eventually(lambda: guarded.endpoint.stats.num_refused > before)
+            assert session.links == [None]
 
 
 def test_another_decode_cannot_touch_a_served_room(sender: Prefill, receiver: Decode) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -85,10 +85,6 @@ class StrangeDecode:
         assert self.data is not None
         return self.data.recv_multipart()
 
-    def confirm(self, *keys: tuple[int, int, int]) -> None:
-        assert self.data is not None
-        self.data.send_multipart([VERSION_FRAME, encode(messages.Ack(list(keys)))])
-
     def close(self) -> None:
         self.context.destroy(linger=0)
 
@@ -96,11 +92,10 @@ class StrangeDecode:
 class StrangePrefill:
     """A prefill instance made of two sockets: it welcomes, and then sends what the test says."""
 
-    def __init__(self, key: bytes = b"") -> None:
+    def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.pool = Pool(Shape(), seed=1)
         self.layout = self.pool.layout
-        self.key = key
         self.control, self.port = self._bind()
         self.data, self.data_port = self._bind()
         self.identity = self.link = b""
@@ -119,9 +114,7 @@ class StrangePrefill:
         """Answer the Hello that comes."""
         hello = self.hear(messages.Hello)
         assert isinstance(hello, messages.Hello)
-        answer = messages.Welcome(
-            b"strange", TOKEN, 0, self.layout, self.data_port, 1, self.key, None
-        )
+        answer = messages.Welcome(b"strange", TOKEN, 0, self.layout, self.data_port, 1, b"", None)
         self.tell(msgspec.structs.replace(answer, **changes))
         return hello
 
@@ -175,7 +168,7 @@ class StrangePrefill:
         """``tagger``: of those who came to a door, for a ``Pull``."""
         header = encode(message)
         signed = payload if isinstance(message, messages.Pull) else ()
-        right = (tagger or Tagger(self.key)).tag(header, *signed)
+        right = (tagger or Tagger(b"")).tag(header, *signed)
         frames = [VERSION_FRAME, header, right if tag is None else tag, *payload]
         self.data.send_multipart([self.link, *frames])
 
@@ -185,20 +178,14 @@ class StrangePrefill:
 
 @contextmanager
 def strange_decode(address: tuple[str, int]) -> Iterator[StrangeDecode]:
-    peer = StrangeDecode(address)
-    try:
+    with closing(StrangeDecode(address)) as peer:
         yield peer
-    finally:
-        peer.close()
 
 
 @contextmanager
-def strange_prefill(key: bytes = b"") -> Iterator[StrangePrefill]:
-    peer = StrangePrefill(key)
-    try:
+def strange_prefill() -> Iterator[StrangePrefill]:
+    with closing(StrangePrefill()) as peer:
         yield peer
-    finally:
-        peer.close()
 
 
 @contextmanager
