@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from object_proxy import FaultProxy
-from object_server import STANDING, ObjectServer, StandingServer, s3_environment
+from object_server import ObjectServer, s3_environment
 from peer_servers import Servers
 from redis_server import RedisServer
 from route_mocks import Mocks
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def object_server() -> Iterator[ObjectServer]:
-    with StandingServer(STANDING) if STANDING else ObjectServer() as server:
+    with ObjectServer() as server:
         yield server
 
 

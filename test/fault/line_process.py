@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 from kit.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Self
-
 
 TIMEOUT_S = 60.0
 
@@ -24,17 +22,14 @@ class LineProcess:
     """The other end of ``python -m module arguments``. As a context manager: killed at the latest
     when left."""
 
-    def __init__(
-        self, module: str, *arguments: object, prefix: Sequence[str] = (), **environment: str
-    ) -> None:
-        """``prefix``: a command that runs the process elsewhere."""
+    def __init__(self, module: str, *arguments: object) -> None:
         paths = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module, *map(str, arguments)],
+            [sys.executable, "-m", module, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env=os.environ | {"PYTHONPATH": paths} | environment,
+            env=os.environ | {"PYTHONPATH": paths},
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -1,12 +1,7 @@
 """A small HTTP proxy before an S3 server that does to chosen requests what networks and stores do.
 
-Rules are matched by method, target and count, so that a run is the same every time. Nothing here
-waits for time to pass; what hangs, hangs until it is released or the proxy closes.
-
-    with FaultProxy(server.address) as proxy:
-        rule = proxy.add("GET", "/objects/", status(503, "SlowDown"), count=2)
-        ...
-        assert rule.num_hit == 2
+Rules are matched by method, target and count, so that a run is the same every time. What hangs,
+hangs until it is released or the proxy closes.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ import select
 import socket
 import struct
 import threading
-from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,9 +32,6 @@ class Request(NamedTuple):
     target: str  # path and query, as sent
     headers: Message
 
-    def header(self, name: str) -> str | None:
-        return self.headers.get(name)
-
     @property
     def kind(self) -> str:
         """What S3 calls it, as far as tests tell requests apart."""
@@ -59,8 +50,7 @@ class Request(NamedTuple):
         return self.method.lower()
 
 
-@dataclass
-class Response:
+class Response(NamedTuple):
     status: int
     headers: list[tuple[str, str]]
     body: bytes
@@ -74,8 +64,7 @@ class Exchange:
         self.request = Request(handler.command, handler.path, handler.headers)
 
     def body(self, most: int = 1 << 62) -> bytes:
-        """Read the request's body."""
-        return self._handler.rfile.read(min(int(self.request.header("content-length") or 0), most))
+        return self._handler.rfile.read(min(int(self.request.headers["content-length"] or 0), most))
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[http.client.HTTPConnection]:
@@ -147,9 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
             super().handle()
 
     def _deal(self) -> None:
-        proxy = self.server.proxy
-        exchange = Exchange(proxy, self)
-        proxy.fault_of(exchange.request)(exchange)
+        exchange = Exchange(self.server.proxy, self)
+        self.server.proxy.fault_of(exchange.request)(exchange)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _deal  # noqa: N815
 
@@ -186,7 +174,7 @@ def expire(tokens: Container[str]) -> Fault:
     """Session tokens in ``tokens`` (looked at each time) are refused; others pass."""
 
     def fault(exchange: Exchange) -> None:
-        if exchange.request.header("x-amz-security-token") in tokens:
+        if exchange.request.headers["x-amz-security-token"] in tokens:
             status(403, "ExpiredToken")(exchange)
         else:
             exchange.answer(exchange.forward())
@@ -226,30 +214,30 @@ def truncate(keep: int) -> Fault:
     return fault
 
 
-def shorten(keep: int) -> Fault:
-    """Fewer bytes than were asked for, and a length that agrees: only a reader who knows what it
-    asked for notices."""
+def replaced(change: Callable[[bytes], bytes]) -> Fault:
+    """Other bytes than the server's, and a length that agrees."""
 
     def fault(exchange: Exchange) -> None:
         response = exchange.forward()
-        response.body = response.body[:keep]
-        exchange.answer(response)
+        exchange.answer(response._replace(body=change(response.body)))
 
     return fault
+
+
+def shorten(keep: int) -> Fault:
+    """Only a reader who knows what it asked for notices."""
+    return replaced(lambda body: body[:keep])
 
 
 def flip(position: int, bit: int = 0) -> Fault:
     """One bit of the response's body, counted from its end when negative."""
 
-    def fault(exchange: Exchange) -> None:
-        response = exchange.forward()
-        body = bytearray(response.body)
-        if body:
-            body[position % len(body)] ^= 1 << bit
-        response.body = bytes(body)
-        exchange.answer(response)
+    def flipped(body: bytes) -> bytes:
+        changed = bytearray(body or b"?")
+        changed[position % len(changed)] ^= 1 << bit
+        return bytes(changed) if body else b""
 
-    return fault
+    return replaced(flipped)
 
 
 def reset() -> Fault:
@@ -302,14 +290,13 @@ class Rule:
 
 
 class FaultProxy:
-    """Thread-safe. ``seen`` counts requests by kind, those included that a fault dealt with."""
+    """Thread-safe."""
 
     def __init__(self, upstream: tuple[str, int]) -> None:
         self.upstream = upstream
         self.closing = threading.Event()
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
-        self._seen: Counter[str] = Counter()
         self._sockets: set[socket.socket] = set()
         self._server = _Server((HOST, 0), _Handler)
         self._server.proxy = self
@@ -322,11 +309,6 @@ class FaultProxy:
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
-
-    @property
-    def seen(self) -> Counter[str]:
-        with self._lock:
-            return self._seen.copy()
 
     def add(self, method: str, pattern: str, fault: Fault, *, count: int | None = None) -> Rule:
         rule = Rule(method, re.compile(pattern), fault, count)
@@ -344,7 +326,6 @@ class FaultProxy:
 
     def fault_of(self, request: Request) -> Fault:
         with self._lock:
-            self._seen[request.kind] += 1
             for rule in self._rules:
                 if rule.takes(request):
                     return rule.fault

@@ -1,38 +1,25 @@
 """A real S3 API over HTTP in a process of its own (moto's server), and faults on the way to it.
 
-    with ObjectServer() as server:
-        bucket = server.make_bucket()
-        with FaultProxy(server.address) as proxy:
-            store = open_store(bucket, proxy.url)
-
-``object_proxy`` has the faults. The same server serves every test of a session; tests keep apart
-by their buckets. ``SGLANG_TIERED_TEST_S3=http://host:port`` names another S3 server to run the same
-tests against, with the credentials of the environment; they leave their buckets there.
+The same server serves every test of a session; tests keep apart by their buckets.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import secrets
 import select
 import signal
 import subprocess
 import sys
 from functools import cached_property
 from typing import Any
-from urllib.parse import urlsplit
 
 import boto3
-import pytest
 from botocore.config import Config
 
 HOST = "127.0.0.1"
 REGION = "us-east-1"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key-of-tests", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}
-STANDING = os.environ.get("SGLANG_TIERED_TEST_S3")
-if STANDING:
-    CREDENTIALS.update({name: os.environ[name] for name in CREDENTIALS})
 _TIMEOUT_S = 60.0
 # It ends with the process that started it, however that one ends.
 _PROGRAM = f"""\
@@ -126,27 +113,3 @@ class ObjectServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class StandingServer(ObjectServer):
-    """One that somebody else started, and that is not stopped for a test."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._run = secrets.token_hex(4)
-        self._numbers = itertools.count()
-        place = urlsplit(endpoint)
-        self.address = (place.hostname or HOST, place.port or 80)
-
-    def make_bucket(self) -> str:
-        name = f"tier-test-{self._run}-{next(self._numbers)}"
-        self.client.create_bucket(Bucket=name)
-        return name
-
-    def pause(self) -> None:
-        pytest.skip("a server that others may use is not stopped")
-
-    def resume(self) -> None:
-        """It was never stopped."""
-
-    def close(self) -> None:
-        """It goes on."""

@@ -1,19 +1,14 @@
-"""Page servers and clients for tests: honest ones over a dictionary, ones that are made by hand
-to say what no honest one would, and a server in a process of its own.
-
-``python -m page_peers SEED SIZE COUNT`` serves pages that ``make_pages`` makes of these.
-"""
+"""Page servers and clients for tests: honest ones over a dictionary, and ones that are made by hand
+to say what no honest one would."""
 
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import zmq
-from line_process import LineProcess
 
 from kit.waiting import eventually
 from sglang_tiered.checksummed import page_checksum
@@ -259,22 +254,3 @@ class StrangeClient(_Stranger):
     def hear(self) -> tuple[Any, list[bytes]]:
         frames = self.socket.recv_multipart()
         return messages.decode_from_server(frames), frames[2:]
-
-
-class ServerProcess(LineProcess):
-    """A page server of its own, to be killed or stopped."""
-
-    def __init__(self, seed: int, size: int, count: int) -> None:
-        super().__init__("page_peers", seed, size, count)
-        self.pages = make_pages(seed, [size] * count)
-        self.port = int(self.line())
-
-
-def main(seed: int, size: int, count: int) -> None:
-    with page_server(make_pages(seed, [size] * count)) as (server, _):
-        print(server.port, flush=True)
-        sys.stdin.read()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

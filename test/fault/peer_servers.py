@@ -88,7 +88,6 @@ class Server:
         *,
         listed: bool = True,
         namespace: bytes = NAMESPACE,
-        notes: Any = None,
         port: int = 0,
         **more: Any,
     ) -> None:
@@ -100,7 +99,7 @@ class Server:
         self.erase_store: Callable[[Erasure], Future[bool]] = lambda _: ended(True)
         settings = quick(roster, **more)
         self.sync = PeerSync(
-            settings, namespace=namespace, held=self._held, erase=self._erase, notes=notes
+            settings, namespace=namespace, held=self._held, erase=self._erase, notes=None
         )
         self.pages = PageServer(
             DictReader({}), namespace=namespace, host=HOST, port=port, told=self.sync

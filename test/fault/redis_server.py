@@ -1,8 +1,5 @@
 """A real Redis server in a process of its own, which a test may pause, kill and empty.
 
-    with RedisServer() as server:
-        client = redis.Redis.from_url(server.url)
-
 The program is the one of ``scripts/redis-server``; a test that asks for the fixture where there is
 none to be had is skipped.
 """
@@ -33,12 +30,10 @@ def redis_program() -> str:
 
 
 class RedisServer:
-    """Nothing is saved, so a server that starts again is empty. ``options`` are those of
-    ``redis.conf``, as in ``RedisServer("--maxmemory", "2mb")``."""
+    """Nothing is saved, so a server that starts again is empty."""
 
-    def __init__(self, *options: str, password: str | None = None) -> None:
+    def __init__(self, *, password: str | None = None) -> None:
         self._program = redis_program()
-        self._options = list(options)
         self.password = password
         self._directory = tempfile.mkdtemp(prefix="redis-")
         self.socket_path = f"{self._directory}/redis.sock"
@@ -69,7 +64,6 @@ class RedisServer:
                 *("--save", "", "--appendonly", "no", "--dir", self._directory),
                 *("--unixsocket", self.socket_path, "--logfile", ""),
                 *(("--requirepass", self.password) if self.password else ()),
-                *self._options,
             ]
             self._process = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -83,12 +77,11 @@ class RedisServer:
     def _answers(self, port: int) -> bool:
         assert self._process is not None
         deadline = time.monotonic() + TIMEOUT_S
+        where = {"unix_socket_path": self.socket_path, "password": self.password}
         while time.monotonic() < deadline and self._process.poll() is None:
             with (
                 contextlib.suppress(redis.RedisError),
-                redis.Redis(
-                    unix_socket_path=self.socket_path, password=self.password, socket_timeout=1.0
-                ) as client,
+                redis.Redis(**where, socket_timeout=1.0) as client,
             ):
                 return bool(client.config_get("port")["port"] == str(port))
             time.sleep(0.01)
@@ -102,10 +95,6 @@ class RedisServer:
     def resume(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
-
-    def stop(self) -> None:
-        """As an operator would."""
-        self._end(signal.SIGTERM)
 
     def kill(self) -> None:
         self._end(signal.SIGKILL)

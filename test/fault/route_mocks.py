@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 PAGE = 64
 NUM_TOKENS = 5
-NUM_GATHERED = 20
 TOKEN_S = 0.05
 START_S = 20.0
 MODEL = CostModel(
@@ -34,7 +33,7 @@ MODEL = CostModel(
 @dataclass(eq=False)
 class Mock:
     """``fails``: how it treats requests: ``503``, ``reset``, ``late`` (a moment after they came),
-    ``at-head``, ``mid-stream``, ``hang``, ``gather`` (503 to all together). ``costs``: fields of
+    ``at-head``, ``mid-stream``, ``hang``. ``costs``: fields of
     its records, one of each of ``ranks``; a status instead; or a function that answers. ``seen``
     are its requests, ``asked`` the headers with which its costs were asked for."""
 
@@ -133,11 +132,6 @@ class Mock:
         self.seen.append({"length": len(body), "headers": headers, "path": request.path})
         assert isinstance(request.transport, asyncio.Transport)
         if self.fails == "503":
-            return web.json_response({"error": "full"}, status=503)
-        if self.fails == "gather":  # and fail together
-            if self.num_seen >= NUM_GATHERED:
-                self.let_go.set()
-            await self.let_go.wait()
             return web.json_response({"error": "full"}, status=503)
         if self.fails == "hang":
             await self.let_go.wait()

@@ -6,33 +6,19 @@ Ages are made by moving the collector's clock, which is the store's; nothing wai
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bucket_engines import (
-    TIMEOUT_S,
-    collect,
-    is_held,
-    load,
-    open_engine,
-    opened,
-    paths,
-    run_of,
-    store,
-)
-from object_proxy import FaultProxy, status
+from bucket_engines import TIMEOUT_S, collect, load, opened, paths, run_of, store
 
-from kit.runs import NAMESPACE
 from kit.waiting import eventually
-from sglang_tiered.storage.base import Erasure, Reason
-from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
+from sglang_tiered.storage.base import Erasure, PinRefusal, Reason, Run
+from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.names import ERASED
-from sglang_tiered.storage.bucket.requests import BucketError, Requests
 from sglang_tiered.storage.promises import is_true
 
 OK = {Reason.OK}
@@ -52,30 +38,11 @@ def test_what_is_over_age_goes_and_is_missed(url: str) -> None:
         assert collect(engine, DAY - 60, ttl_s=DAY).num_removed == 0
         planned = collect(engine, DAY + 60, ttl_s=DAY, delete=False)
         assert len(paths(engine)) == len(planned.removals) == 4
-        report = collect(engine, DAY + 60, ttl_s=DAY)
-        assert (report.num_removed, report.removed_bytes) == (4, RUN_BYTES)
-        assert [r.path for r in report.removals] == [r.path for r in planned.removals]
+        assert collect(engine, DAY + 60, ttl_s=DAY).num_removed == 4
         assert not paths(engine)
         assert load(reader, run_of(1)) == {Reason.MISS}, "a reader that still knows of it"
-        assert not is_held(reader, run_of(1))
         assert engine.refresh(TIMEOUT_S, full=True)
         assert not any(engine.contains(run_of(1).keys)), "it would never be stored again"
-
-
-def test_the_cap_takes_only_the_oldest_needed(tmp_path: Path) -> None:
-    url, now = tmp_path.as_uri(), [1_700_000_000.0]
-    with opened(url, wall_clock=lambda: now[0]) as engine:
-        engine._state.skew_s, engine._requests.modified = 0.0, lambda _: None  # type: ignore[method-assign]
-        for number in range(6):
-            assert store(engine, run_of(number)) == OK
-            now[0] += 1500.0  # over some hours
-        report = collect(engine, capacity_bytes=3 * RUN_BYTES + 3000)
-        assert report.page_bytes == 6 * RUN_BYTES
-        assert report.num_removed == 11
-        assert engine.refresh(TIMEOUT_S, full=True)
-        held = [sum(engine.contains(run_of(number).keys)) for number in range(6)]
-        assert held == [0, 0, 1, 4, 4, 4]
-        assert collect(engine, capacity_bytes=3 * RUN_BYTES + 3000).num_removed == 0
 
 
 def test_what_was_erased_goes_and_nothing_else(url: str) -> None:
@@ -131,8 +98,6 @@ def test_a_record_that_cannot_be_read_deletes_nothing(url: str) -> None:
         assert len(paths(engine)) == 4
         with opened(url) as fresh:
             assert not any(fresh.contains(run_of(1).keys)), "rather missed than wrong"
-            assert store(fresh, run_of(3)) == OK
-            assert load(fresh, run_of(3)) == OK
 
 
 def _marked_lately(namespace: bytes) -> Callable[[str], float | None]:
@@ -162,97 +127,86 @@ def test_only_stale_partial_files_go(tmp_path: Path) -> None:
     with opened(tmp_path.as_uri()) as engine:
         assert store(engine, run_of(1)) == OK
         folder = (tmp_path / paths(engine)[0]).parent
-        for name in (f"x{STAGED}1", "notes.txt", "0" * 64):
-            (folder / name).write_bytes(b"?")
-        for other in (tmp_path / ERASED, folder.parents[1] / "pins"):
-            other.mkdir(exist_ok=True)
-            (other / f"x{STAGED}1").write_bytes(b"?")
+        (folder / "notes.txt").write_bytes(b"?")
+        for place in (folder, tmp_path / ERASED, folder.parents[1] / "pins"):
+            place.mkdir(exist_ok=True)
+            (place / f"x{STAGED}1").write_bytes(b"?")
         assert collect(engine, 5 * 3600.0).num_removed == 0
         report = collect(engine, 7 * 3600.0)
         assert [removal.kind for removal in report.removals] == ["staged file"] * 3
-        assert report.num_foreign == 2
         assert sorted(os.listdir(folder))[-1] == "notes.txt"
-
-
-def test_a_run_over_budget_resumes_next_time(url: str) -> None:
-    with opened(url) as engine:
-        assert store(engine, *(run_of(number) for number in range(3))) == OK
-        collector = Collector(
-            engine._requests, CollectorSettings(ttl_s=DAY), clock=lambda: time.time() + 2 * DAY
-        )
-        for left in (7, 2, 0):
-            report = collector.run_once(NAMESPACE, 5)
-            assert report.is_complete == (left == 0)
-            assert len(paths(engine)) == left
-
-
-def test_a_failed_run_raises_and_can_be_finished(s3_url: str, proxy: FaultProxy) -> None:
-    with opened(s3_url) as engine:
-        assert store(engine, run_of(1)) == OK
-        for kind in ("list", "delete", "put"):
-            proxy.add(kind, "", status(403, "AccessDenied"))
-            with pytest.raises(BucketError, match=f"{kind} was refused"):
-                collect(engine, 2 * DAY, ttl_s=DAY)
-            proxy.clear()
-        assert collect(engine, 2 * DAY, ttl_s=DAY).num_removed == 4
-
-
-def test_collectors_at_once_do_each_others_work(url: str) -> None:
-    with opened(url) as engine:
-        runs = [run_of(number) for number in range(4)]
-        assert store(engine, *runs) == OK
-        threads = [
-            threading.Thread(target=collect, args=(engine, 2 * DAY), kwargs={"ttl_s": DAY})
-            for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
-        assert not any(thread.is_alive() for thread in threads)
-        assert not paths(engine)
-
-
-def test_servers_take_turns_and_survive_failures(
-    s3_url: str, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
-) -> None:
-    requests = Requests(s3_url)
-    eager, patient = (
-        Collector(requests, CollectorSettings(interval_s=interval_s)) for interval_s in (0.01, 600)
-    )
-    assert patient._is_due(NAMESPACE)
-    rule = proxy.add("list", "", status(403, "AccessDenied"))
-    stop = threading.Event()
-    thread = threading.Thread(target=eager.run_in_background, args=(stop, lambda: NAMESPACE))
-    thread.start()
-    try:
-        eventually(lambda: rule.num_hit > 2, "it gave up")
-        proxy.clear()
-        eventually(lambda: eager.last is not None)
-        assert not patient._is_due(NAMESPACE), "another did it just now"
-    finally:
-        stop.set()
-        thread.join(TIMEOUT_S)
-    assert not thread.is_alive()
-    assert len([each for each in caplog.records if "collection failed" in each.message]) == 1
 
 
 def test_a_collector_goes_on_until_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However much was stored since its last turn, which may be ten minutes ago."""
+    """However much was stored since its last turn; the oldest go."""
     monkeypatch.setattr("sglang_tiered.storage.bucket.collect._FIRST_RUN_S", 0.01)
     monkeypatch.setattr("sglang_tiered.storage.bucket.collect.BUDGET", 5)
-    engine = open_engine(tmp_path.as_uri(), capacity_bytes=RUN_BYTES)
-    try:
-        assert store(engine, *(run_of(number) for number in range(5))) == OK
+    now = [time.time()]
+    with opened(tmp_path.as_uri(), capacity_bytes=RUN_BYTES, wall_clock=lambda: now[0]) as engine:
+        engine._state.skew_s, engine._requests.modified = 0.0, lambda _: None  # type: ignore[method-assign]
+        for number in range(5):
+            assert store(engine, run_of(number)) == OK
+            now[0] += 1500.0  # over some hours
         engine.start_collecting()
         eventually(lambda: len(paths(engine)) == 4, "the cap is not held")
-        eventually(lambda: engine.object_stats().listed_bytes is not None)
-        assert engine._collector is not None
-        puts = engine._collector.requests.requests["put"]
-        for _ in range(5):
-            assert engine.refresh(TIMEOUT_S)
-        assert engine._collector.requests.requests["put"] == puts, "it never rests"
-    finally:
-        engine.close()
+        assert engine.refresh(TIMEOUT_S, full=True)
+        assert all(engine.contains(run_of(4).keys))
+
+
+def pinned(engine: BucketEngine, name: str, run: Run, **options: Any) -> None:
+    outcome = engine.pin(name, run.keys, **options)
+    assert not isinstance(outcome, PinRefusal), outcome.why
+    assert is_true(outcome, TIMEOUT_S)
+
+
+def names(engine: BucketEngine) -> set[str]:
+    return {info.name for info in engine.pins()}
+
+
+def fresh(engine: BucketEngine) -> BucketEngine:
+    assert engine.refresh(TIMEOUT_S, full=True)
+    return engine
+
+
+@pytest.mark.parametrize("is_stored_first", [True, False])
+def test_a_pin_outlives_cap_and_age_everywhere(url: str, is_stored_first: bool) -> None:
+    kept, gone = run_of(0), run_of(1, num_pages=8)
+    with opened(url, ttl_s=DAY) as first, opened(url, ttl_s=DAY) as second:
+        if is_stored_first:
+            assert store(first, kept) == OK
+        pinned(first, "a", kept, data=b"note")
+        assert store(second, gone) == OK
+        if not is_stored_first:
+            assert store(first, kept) == OK
+        assert [(i.name, i.num_pages, i.data) for i in first.pins()] == [("a", 4, b"note")]
+        size = collect(first).page_bytes * 2 // 3
+        assert names(fresh(second)) == {"a"}
+        for settings in ({"capacity_bytes": size}, {"ttl_s": DAY}):
+            collect(second, 2 * DAY, **settings)
+        assert len(paths(first)) == 4
+        later = {"wall_clock": lambda: time.time() + 2 * DAY, "ttl_s": DAY}
+        with opened(url, **later) as third:
+            for engine in (first, second, third):
+                assert load(fresh(engine), kept) == OK
+                assert load(engine, gone) == {Reason.MISS}
+            assert is_true(third.unpin("a"), TIMEOUT_S)
+            assert names(fresh(first)) == set()
+            collect(first, 2 * DAY, ttl_s=DAY)
+            assert load(fresh(third), kept) == {Reason.MISS}
+
+
+def test_a_pin_expires_everywhere(tmp_path: Path) -> None:
+    url, now = tmp_path.as_uri(), [time.time()]
+    run = run_of(1)
+    clock = {"wall_clock": lambda: now[0]}
+    with opened(url, **clock) as first, opened(url, **clock) as second:
+        assert store(first, run) == OK
+        pinned(first, "a", run, until_s=now[0] + 100)
+        assert fresh(second).has_pin("a")
+        now[0] += 101
+        assert not first.has_pin("a")
+        assert names(second) == names(first) == set()
+        collect(second, 2 * DAY, ttl_s=DAY)
+        assert paths(first, "pins") == paths(first) == []

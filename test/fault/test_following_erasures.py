@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
-from peer_servers import OTHER, Server, Servers
+from peer_servers import Server, Servers
 
 from kit.waiting import eventually
 from sglang_tiered.sharing.addresses import Target
@@ -18,7 +16,6 @@ from sglang_tiered.sharing.pages.messages import MAX_ERASED_KEYS
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import ended, is_true, keep, promise
-from sglang_tiered.storage.region import RegionEngine
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,32 +30,6 @@ SELECTORS = {
 }
 
 
-class Shard:
-    """The store that keeps a server's notes, opened again with each ``open``."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.engine: RegionEngine | None = None
-
-    def open(self) -> RegionEngine:
-        self.close()
-        self.engine = RegionEngine(
-            self.path, namespace=bytes(32), capacity_bytes=1 << 20, region_bytes=1 << 18
-        )
-        return self.engine
-
-    def close(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-
-
-@pytest.fixture
-def shard(tmp_path: Path) -> Iterator[Shard]:
-    opened = Shard(tmp_path)
-    yield opened
-    opened.close()
-
-
 def has_applied(server: Server, what: Erasure) -> bool:
     if what.keys is None:
         return server.purged == [what.tenant]
@@ -66,20 +37,20 @@ def has_applied(server: Server, what: Erasure) -> bool:
 
 
 @pytest.mark.parametrize("what", SELECTORS.values(), ids=SELECTORS)
-@pytest.mark.parametrize("other_is", ["there", "down", "away", "refusing", "unlisted", "back"])
+@pytest.mark.parametrize("other_is", ["there", "down", "away", "refusing", "unlisted"])
 def test_an_erasure_is_applied_once_before_pages_move(
-    servers: Servers, shard: Shard, what: Erasure, other_is: str
+    servers: Servers, what: Erasure, other_is: str
 ) -> None:
-    one = servers.open([1], notes=shard.open())
+    one = servers.open([1])
     two = servers.open([2], listed=other_is != "unlisted")
     if other_is == "down":
         two.close()
     elif other_is == "away":
+        servers.know_each_other()
         for server in (one, two):
             server.lose_sight()  # neither knows where the other is
-        servers.know_each_other()
-    else:
-        servers.know_each_other()
+        eventually(lambda: one.num_followed == two.num_followed == 0)
+    servers.know_each_other()
     two.refuses = other_is == "refusing"
     done = one.erase(what)
     assert one.finds(2) == [False] or has_applied(two, what), "at once"
@@ -87,22 +58,14 @@ def test_an_erasure_is_applied_once_before_pages_move(
         eventually(lambda: two.sync._log._active != set())
         eventually(lambda: one.finds(2) == two.finds(1) == [False])
         assert not done.done()
-        assert one.sync.mirror.figures().num_usable == 0
         two.refuses = False
     assert is_true(done, 20.0)
-    if other_is == "there":
-        assert has_applied(two, what), "it answered before the other server had done so"
+    assert other_is != "there" or has_applied(two, what), "it answered before the other had"
     if other_is == "down":
         two = servers.open([2])
     elif other_is == "away":
         for server in (one, two):
             server.sync.discovery._targets = servers.roster
-    elif other_is == "back":
-        two.close()
-        one.close()
-        one = servers.open([1], notes=shard.open())
-        assert one.sync.book.digest != bytes(16), "it forgot"
-        two = servers.open([2])
     elif other_is == "unlisted":  # told by nobody but the next answer
         eventually(lambda: two.finds(1) == [False] or has_applied(two, what))
     eventually(lambda: two.finds(1) == [True])
@@ -114,23 +77,10 @@ def test_an_erasure_is_applied_once_before_pages_move(
     assert one.erased == []
 
 
-def test_a_third_server_passes_on_what_it_heard(servers: Servers) -> None:
-    one, two = servers.open([1]), servers.open([2])
-    servers.know_each_other()
-    assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
-    one.close()  # only the other knows of it now
-    late = servers.open([3])
-    eventually(lambda: late.finds(2) == two.finds(3) == [True])
-    assert late.purged == two.purged == [TENANT]
-
-
 def test_an_unlisted_server_tells_those_it_follows(servers: Servers) -> None:
-    one = servers.open([1])
-    two = servers.open([2], listed=False)
+    """Also those that it could not tell when it happened."""
+    one, two = servers.open([1]), servers.open([2], listed=False)
     servers.know_each_other()
-    assert is_true(two.erase(Erasure.of(KEYS)), 20.0)
-    assert one.forgotten == KEYS
-    # And those that it could not tell when it happened.
     two.lose_sight()
     eventually(lambda: two.num_followed == 0)
     assert is_true(two.erase(Erasure(tenant=TENANT)), 20.0)
@@ -150,38 +100,6 @@ def test_servers_that_erase_at_once_come_to_agree(servers: Servers) -> None:
         assert set(server.purged) == told
         others = [page for page in range(1, 5) if page != number + 1]
         eventually(lambda server=server, others=others: all(server.finds(*others)))
-
-
-def test_what_is_too_old_here_separates_nobody(servers: Servers) -> None:
-    """Each drops a record by its own clock: they differ by what neither is to apply again."""
-    one, two = servers.open([1]), servers.open([2])
-    servers.know_each_other()
-    assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
-    with one.sync.book._lock:
-        one.sync.book._shelf.drop(next(iter(one.sync.book._shelf.records)))
-    one.sync.follower.compare()
-    one.pages.tell()
-    assert one.sync.book.digest != two.sync.book.digest
-    eventually(lambda: one.finds(2) == two.finds(1) == [True])
-    assert one.erased == [] and two.purged == [TENANT]
-
-
-def test_an_erasure_before_a_new_namespace_reaches_others(servers: Servers) -> None:
-    one, two = servers.open([1]), servers.open([2])
-    servers.know_each_other()
-    one.erase(Erasure(tenant=TENANT))
-    one.set_namespace(OTHER)
-    eventually(lambda: two.purged == [TENANT])
-
-
-def test_a_namespace_that_returns_knows_its_erasures(servers: Servers) -> None:
-    one, two = servers.open([1]), servers.open([2])
-    servers.know_each_other()
-    assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
-    for namespace in (OTHER, bytes(range(32))):
-        two.set_namespace(namespace)
-    eventually(lambda: one.finds(2) == two.finds(1) == [True])
-    assert two.purged == [TENANT]
 
 
 def test_a_broken_connection_ends_no_erasure(servers: Servers) -> None:
@@ -227,23 +145,6 @@ def test_machines_that_are_off_end_no_wait(servers: Servers) -> None:
         (each,) = follower._all()
         eventually(lambda: each.link and follower._clock() - each.link.opened_at > 0.5)
         assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
-
-
-def test_a_server_named_no_more_counts_while_alive(servers: Servers) -> None:
-    """As where a Redis lost all it knew."""
-    one, two = servers.open([1]), servers.open([2])
-    servers.know_each_other()
-    one.sync.discovery._targets = ()
-    eventually(lambda: not any(each.is_named for each in one.sync.follower._all()))
-    assert one.finds(2) == [True]
-    assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
-    assert two.purged == [TENANT]
-    two.close()
-    follower = one.sync.follower
-    eventually(lambda: not any(each.is_live for each in follower._all()))
-    for each in follower._all():
-        each.lost_at -= 60.0
-    eventually(lambda: not follower._all())
 
 
 def test_an_erasure_is_durable_everywhere_before_done(servers: Servers) -> None:

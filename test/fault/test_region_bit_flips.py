@@ -20,14 +20,13 @@ import pytest
 from simulation.device import SimulatedDevice
 from simulation.engine import REGION, running
 from simulation.ledger import Ledger, content, keys
+from simulation.lives import CHECKPOINT, Files, found
 
 from kit.thirds import in_thirds, is_of
 from sglang_tiered.storage.region.format import BLOCK_BYTES, parse_region_name, region_name
 
-Files = dict[str, bytes]
 Damage = dict[str, bytes | None]  # what a file holds instead; None: it is gone
 
-CHECKPOINT = "CHECKPOINT"
 NUM_BLOCKS = REGION // BLOCK_BYTES
 
 
@@ -37,10 +36,7 @@ class Corpus:
     earlier: Files  # the same store, some stores before
     files: Files
     homes: dict[bytes, str]  # key -> the file its page is in
-
-    @property
-    def regions(self) -> list[str]:
-        return sorted(name for name in self.files if parse_region_name(name) is not None)
+    regions: list[str]
 
     def elsewhere(self, *names: str) -> set[bytes]:
         return {key for key, home in self.homes.items() if home not in names}
@@ -67,7 +63,11 @@ def build(directory: Path) -> Corpus:
         if content(ledger.namespace, key) in data
     }
     assert homes.keys() == ledger.acknowledged
-    return Corpus(ledger, earlier, files, homes)
+    regions = sorted(name for name in files if parse_region_name(name) is not None)
+    is_sealed = [any(block_of(files[name], NUM_BLOCKS - 1)) for name in regions]
+    assert is_sealed == [True] * (len(regions) - 1) + [False] and len(regions) >= 5
+    assert files[CHECKPOINT] != earlier[CHECKPOINT]
+    return Corpus(ledger, earlier, files, homes, regions)
 
 
 @pytest.fixture(scope="module")
@@ -81,21 +81,6 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return build(tmp_path_factory.mktemp("stranger"))
 
 
-def check(
-    directory: Path, corpus: Corpus, files: Files, owed: set[bytes], *, twice: bool = True
-) -> set[bytes]:
-    device = SimulatedDevice(files)
-    with running(directory, device) as engine:
-        found = corpus.ledger.check(engine, owed, files)
-    if twice:
-        with running(directory, device) as engine:
-            again = corpus.ledger.check(engine, owed, files)
-        assert again == found, "the second opening found others"
-    assert not device.misuse, device.misuse
-    assert device.num_open == 0, "descriptors are left open"
-    return found
-
-
 def flipped(data: bytes, bit: int) -> bytes:
     changed = bytearray(data)
     changed[bit // 8] ^= 1 << bit % 8
@@ -104,17 +89,6 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 def block_of(data: bytes, block: int) -> bytes:
     return data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-
-
-def test_the_corpus_has_every_structure(tmp_path: Path, corpus: Corpus) -> None:
-    assert len(corpus.regions) >= 5
-    trailers = [block_of(corpus.files[name], NUM_BLOCKS - 1) for name in corpus.regions]
-    assert all(any(trailer) for trailer in trailers[:-1]), "a region that should be sealed is not"
-    assert not any(trailers[-1]), "no region is open"
-    assert CHECKPOINT in corpus.files
-    assert CHECKPOINT in corpus.earlier
-    assert corpus.files[CHECKPOINT] != corpus.earlier[CHECKPOINT]
-    assert check(tmp_path, corpus, corpus.files, corpus.ledger.acknowledged)
 
 
 def flips(corpus: Corpus, stranger: Corpus, source: random.Random) -> Iterator[Damage]:
@@ -181,20 +155,8 @@ def test_damage_costs_no_other_regions_page(
             continue
         files = {name: data for name, data in (corpus.files | damage).items() if data is not None}
         touched = {name for name in files | damage if files.get(name) != corpus.files.get(name)}
-        check(tmp_path, corpus, files, corpus.elsewhere(*touched), twice=number % 4 == 0)
-
-
-def test_a_checkpoint_newer_than_its_regions(tmp_path: Path, corpus: Corpus) -> None:
-    files = corpus.earlier | {CHECKPOINT: corpus.files[CHECKPOINT]}
-    held = b"".join(corpus.earlier.values())
-    early = {key for key in corpus.homes if content(corpus.ledger.namespace, key) in held}
-    assert check(tmp_path, corpus, files, early) == early
-
-
-def test_damage_where_a_checkpoint_vouches(tmp_path: Path, corpus: Corpus) -> None:
-    """What a checkpoint calls verified has rotted since: the load finds out."""
-    for key, home in sorted(corpus.homes.items()):
-        data = corpus.files[home]
-        start = data.index(content(corpus.ledger.namespace, key))
-        files = corpus.files | {home: flipped(data, (start + 100) * 8)}
-        assert key not in check(tmp_path, corpus, files, corpus.elsewhere(home))
+        owed, device = corpus.elsewhere(*touched), SimulatedDevice(files)
+        first = found(tmp_path, device, corpus.ledger, owed)
+        if number % 4 == 0:
+            again = found(tmp_path, device, corpus.ledger, owed)
+            assert again == first, "the second opening found others"

@@ -9,26 +9,23 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
-import numpy as np
 import pytest
 from simulation.device import SimulatedDevice
 from simulation.engine import REGION, running
-from simulation.ledger import TIMEOUT_S, content, held, keys, store, submit
+from simulation.ledger import TIMEOUT_S, content, held, keys, pin, store, submit
 
-from kit.faulty import Fault, FaultyDevice, Operation
+from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE
 from kit.thirds import is_of, sweeps
 from kit.waiting import drained, eventually
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.base import Erasure, Health, Reason, Run, Stop
+from sglang_tiered.storage.base import Erasure, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, erase_log
-from sglang_tiered.storage.region.erase_log import Bound, Erased
+from sglang_tiered.storage.region.erase_log import Erased
 from sglang_tiered.storage.region.files import ERASED_NAME
 from sglang_tiered.storage.region.pending import Note
-from sglang_tiered.storage.region.pins import PinRefusal
 
 A, B = b"a" * 16, b"b" * 16
 OF_A, OF_B, LATER = keys(range(12)), keys(range(100, 112)), keys(range(200, 206))
@@ -109,44 +106,6 @@ def test_a_newer_log_refuses_the_store_untouched(
     assert opened.crash("kill") == files
 
 
-def test_a_torn_append_costs_nothing() -> None:
-    """Whichever of its blocks came to the disk."""
-    before, torn = Erased({A: Bound(3, 8192)}), Erased()
-    torn.add(Erasure.of(keys(range(400))), Bound(4, 4096))
-    torn.tell([NOTE])
-    good, record = erase_log.pack(before), erase_log.pack_record(torn)
-    num_blocks = len(record) // 4096
-    assert num_blocks > 3
-    for kept in range(1 << num_blocks):
-        data = bytearray(good)
-        for block in range(num_blocks):
-            if kept >> block & 1:
-                start = len(good) + 4096 * block
-                data.extend(bytes(start - len(data)))
-                data += record[4096 * block : 4096 * (block + 1)]
-        found = erase_log.unpack(bytes(data))
-        assert found is not None
-        assert found.tenants == before.tenants
-        missing = [block for block in range(num_blocks) if not kept >> block & 1]
-        assert len(found.rows) == (400 if missing in ([], [num_blocks - 1]) else 0)
-        assert list(found.notes.values()) == ([] if missing else [NOTE])  # the last block
-        assert found.num_bytes == (len(data) if len(found.rows) or not kept else 0)
-
-
-def test_erasures_go_with_the_last_older_region(tmp_path: Path) -> None:
-    device = SimulatedDevice()
-    with running(tmp_path, device) as engine:
-        fill(engine)
-        for number in range(20):
-            assert is_true(engine.erase(Erasure(tenant=bytes([number]) * 16)), TIMEOUT_S)
-        assert len(erase_log.read(device).tenants) == 20
-        assert is_true(engine.erase(Erasure()), TIMEOUT_S)
-        assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
-    with running(tmp_path, device.restart()) as engine:
-        assert store(engine, OF_A, A) == [Reason.OK] * 12
-        assert len(engine._device.read_file(ERASED_NAME)) == 8192  # type: ignore[attr-defined]
-
-
 def test_a_deleted_regions_blocks_bring_nothing_back(tmp_path: Path) -> None:
     """A new region file may be given them, and a loss of power may uncover them: they are taken for
     the region only if they carry its number."""
@@ -197,35 +156,15 @@ def test_only_what_no_region_holds_is_dropped(
         assert held(engine, STAYS) == 8
 
 
-def test_many_healthy_reads_are_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is written anew over more regions than could be read in one operation's time."""
-    monkeypatch.setattr(erase_log, "MANY", 0)
-    now, read_s = [0.0], [0.0]
-
-    def before(operation: Operation) -> None:
-        now[0] += read_s[0] * (operation == "readv")
-
-    disk = FaultyDevice(SimulatedDevice(), before=before)
-    with running(tmp_path, disk, io_timeout_s=1.0, clock=lambda: now[0]) as engine:
-        fill(engine)
-        read_s[0] = 0.2
-        assert is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
-        assert now[0] > 1.0 and engine.health is Health.RUNNING
-
-
 def test_erasing_waits_for_no_others_load(tmp_path: Path) -> None:
-    """Somebody's long load, or queue of stores, holds nobody's erasure up."""
-    may_read = threading.Event()
-    waits = [False]
+    may_read, waits = threading.Event(), False
 
-    def before(operation: Operation) -> None:
-        if operation == "readv" and waits[0]:
-            assert may_read.wait(TIMEOUT_S)
+    def before(operation: str) -> None:
+        assert not waits or operation != "readv" or may_read.wait(TIMEOUT_S)
 
-    disk = FaultyDevice(SimulatedDevice(), before=before)
-    with running(tmp_path, disk) as engine:
+    with running(tmp_path, FaultyDevice(SimulatedDevice(), before=before)) as engine:
         fill(engine)
-        waits[0] = True
+        waits = True
         room = memoryview(bytearray(len(content(NAMESPACE, OF_B[0]))))
         loaded = engine.submit_load(Run((OF_B[0],), ((room,),)))
         try:
@@ -238,111 +177,31 @@ def test_erasing_waits_for_no_others_load(tmp_path: Path) -> None:
         assert is_true(of_its_own, TIMEOUT_S)
 
 
-def test_known_names_outlive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The latest of them. One is known only once that is durable."""
+def test_names_and_notes_outlive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest of them, until their time. One is known only once that is durable."""
     monkeypatch.setattr(erase_log, "MAX_IDS", 4)
+    monkeypatch.setattr(erase_log, "MAX_NOTES_BYTES", 53)
     device = SimulatedDevice()
     disk = FaultyDevice(device)
     names = [bytes([number]) * 16 for number in range(6)]
+    first, old, other = NOTE._replace(id=bytes(16)), NOTE._replace(until_s=1.0), b"o" * 16
+    notes = [first, old, Note(other, time.time() + 1e6, b"x" * 30), NOTE._replace(id=b"z" * 16)]
     with running(tmp_path, disk) as engine:
         disk.faults = [Fault(0, "replace_file", times=1 << 30, error=errno.EIO)]
         assert not is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
         assert not is_true(engine.note_erased(names[:1]), TIMEOUT_S)
         assert engine.has_erased(names) == [False] * 6
         disk.faults = []
-        assert is_true(engine.note_erased(names[:4]), TIMEOUT_S)
+        assert is_true(engine.note_erased(names[:4], notes), TIMEOUT_S)
         assert is_true(engine.erase(Erasure(GONE, id=names[4])), TIMEOUT_S)
-        assert engine.has_erased(names) == [True] * 5 + [False]
-        files = device.crash("drop")
-    with running(tmp_path, SimulatedDevice(files)) as engine:
-        assert engine.has_erased(names) == [False, True, True, True, True, False]
-    assert not is_true(engine.note_erased(names[5:]), TIMEOUT_S), "closed"
-
-
-def test_notes_outlive_a_restart_until_their_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also in a file that began without: the version before had none."""
-    monkeypatch.setattr(erase_log, "MAX_NOTES_BYTES", 53)
-    device = SimulatedDevice()
-    with monkeypatch.context() as before, running(tmp_path, device) as engine:
-        before.setattr(erase_log, "VERSION", 1)
-        fill(engine)
-        assert is_true(engine.erase(Erasure.of(GONE)), TIMEOUT_S)
-    first, old, other = NOTE._replace(id=bytes(16)), NOTE._replace(until_s=1.0), b"o" * 16
-    notes = [first, old, Note(other, time.time() + 1e6, b"x" * 30), NOTE._replace(id=b"z" * 16)]
-    with running(tmp_path, device := SimulatedDevice(device.crash("kill"))) as engine:
-        assert held(engine, OF_A) == 8
-        assert is_true(engine.note_erased([], notes), TIMEOUT_S)
-        assert engine.has_erased([NOTE.id, other]) == [False] * 2, "noted is not erased"
+        assert engine.has_erased([*names, other]) == [True] * 5 + [False] * 2
     with running(tmp_path, device := SimulatedDevice(device.crash("drop"))) as engine:
+        assert engine.has_erased(names) == [False, True, True, True, True, False]
         assert engine.erased_notes == (*notes[2:],), "three have room, and the oldest goes"
-        assert is_true(engine.note_erased([], [notes[2]._replace(data=b"y")]), TIMEOUT_S)
         monkeypatch.setattr(erase_log, "_SLACK_BYTES", -1 << 30)  # written anew from now on
-        assert is_true(engine.erase(Erasure.of(LATER)), TIMEOUT_S)
+        assert is_true(engine.note_erased([], [notes[2]._replace(data=b"y")]), TIMEOUT_S)
     with running(tmp_path, SimulatedDevice(device.crash("drop"))) as engine:
         assert engine.erased_notes == (notes[3], notes[2]._replace(data=b"y"))
-        assert held(engine, OF_A) == 8
-
-
-class SlowDisk(FaultyDevice):
-    """A disk that makes no region before it may."""
-
-    def __init__(self) -> None:
-        self.reached, self.may_go_on = threading.Event(), threading.Event()
-        self.simulated = SimulatedDevice()
-        super().__init__(self.simulated, before=self.hold)
-
-    def hold(self, operation: str) -> None:
-        if operation == "create":
-            self.reached.set()
-            assert self.may_go_on.wait(TIMEOUT_S)
-
-
-def test_a_later_note_replaces_one_that_waits(tmp_path: Path) -> None:
-    """Both are written at once, when the disk comes to it."""
-    disk, later = SlowDisk(), NOTE._replace(data=b"whose it is")
-    with running(tmp_path, disk) as engine:
-        job = submit(engine, LATER)
-        assert disk.reached.wait(TIMEOUT_S)
-        noted = [engine.note_erased([], [note]) for note in (NOTE, later)]
-        disk.may_go_on.set()
-        assert all(is_true(each, TIMEOUT_S) for each in noted) and job.wait(TIMEOUT_S)
-    with running(tmp_path, disk.simulated.restart()) as engine:
-        assert engine.erased_notes == (later,)
-
-
-@pytest.mark.parametrize("what", [Erasure(tenant=A), Erasure.of(OF_A)], ids=["tenant", "pages"])
-def test_stores_stay_behind_erasures_that_wait(tmp_path: Path, what: Erasure) -> None:
-    """Also where the place of a store is being made as they come. An erasure goes through all
-    stores that wait, so none may be counted among those."""
-    disk = SlowDisk()
-    with running(tmp_path, disk) as engine:
-        jobs = [submit(engine, LATER, A)]
-        assert disk.reached.wait(TIMEOUT_S)
-        begun = [engine.erase(what) for _ in range(20)]
-        assert len(engine._state.stores) <= 1
-        jobs.append(submit(engine, OF_A, A))
-        disk.may_go_on.set()
-        assert all(is_true(each, TIMEOUT_S) for each in begun)
-        assert all(job.wait(TIMEOUT_S) for job in jobs)
-        assert jobs[1].reasons == [Reason.OK] * 12
-    with running(tmp_path, disk.simulated.restart()) as engine:
-        assert held(engine, OF_A) == 12, "what is stored since counts"
-
-
-def test_no_store_waits_until_all_is_swept(tmp_path: Path) -> None:
-    """A purge looks at all pages there are, of whatever tenant, and the next one waits already."""
-    with running(tmp_path, SimulatedDevice()) as engine:
-        assert store(engine, OF_A, A) == [Reason.OK] * len(OF_A)
-        index = engine._state.index
-        sweep, may_end = index.sweep, threading.Event()
-        with patch.object(index, "sweep", lambda rows: may_end.is_set() and sweep(rows)):
-            assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
-            assert store(engine, LATER, B) == [Reason.OK] * len(LATER)
-            assert index.tenants.any_dead
-            may_end.set()
-            eventually(lambda: not index.tenants.any_dead)
 
 
 def test_a_region_emptied_by_purge_is_freed(tmp_path: Path) -> None:
@@ -373,10 +232,7 @@ def test_pages_that_reclaim_moves_are_erased_too(tmp_path: Path, how: str) -> No
     with running(tmp_path, FaultyDevice(inner, before=before), **options) as engine:
         assert store(engine, small, A) == [Reason.OK] * 3
         assert held(engine, small) == 3
-        if how == "pinned":
-            made = engine.pin("p", small)
-            assert not isinstance(made, PinRefusal)
-            assert is_true(made, TIMEOUT_S)
+        assert how == "hot" or pin(engine, "p", small)
         armed = True
         for number in range(1000, 1100, 3):
             job = submit(engine, keys(range(number, number + 3)), B)
@@ -399,44 +255,3 @@ def test_pages_that_reclaim_moves_are_erased_too(tmp_path: Path, how: str) -> No
     with running(tmp_path, inner.restart(), **options) as engine:
         assert engine.contains(small) == expected
         assert [info.num_pages for info in engine.pins()] == [1] * (how == "pinned")
-
-
-def test_a_tenants_share_costs_others_nothing(tmp_path: Path) -> None:
-    """Its regions hold a few pages of another tenant, which move."""
-    with running(tmp_path, SimulatedDevice(), max_tenant_bytes=4 * REGION) as engine:
-        others = []
-        for number in range(150):
-            assert set(store(engine, keys(range(5 * number, 5 * number + 5)), A)) <= {
-                Reason.OK,
-                Reason.OVER_SHARE,
-            }
-            if number % 8 == 0:  # less than a share in all
-                others.append(keys([10_000 + number]))
-                assert store(engine, others[-1], B) == [Reason.OK]
-            taken = {entry.tenant: entry.physical_bytes for entry in engine.tenants(9)}
-            assert taken[A] <= 4 * REGION
-        assert settle(engine, [each for other in others for each in other]) == len(others)
-        newest = settle(engine, keys(range(725, 750)))
-        assert newest > 12, "its newest pages are not kept"
-        assert engine.stats().physical_bytes < 12 * REGION
-
-
-def test_bounds_of_keys_survive_packing() -> None:
-    made = Erased()
-    made.add(Erasure.of([b"\0" * 32, b"a" + bytes(31), b"b" * 32]), Bound(3, 8192))
-    made.add(Erasure.of([b"b" * 32]), Bound(5, 4096))
-    made.add(Erasure(tenant=b"t" * 16), Bound(4, 4096))
-    made.note([7, 1 << 63])
-    found = erase_log.unpack(erase_log.pack(made))
-    assert found is not None
-    assert (found.tenants, found.everyone, found.ids) == (made.tenants, made.everyone, made.ids)
-    assert np.array_equal(found.rows, made.rows)
-    assert len(made.rows) == 3
-    assert made.next_sequence() == 6
-    unused = Erased()
-    unused.add(Erasure.of([b"c" * 32]), Bound(7, 0))
-    assert unused.next_sequence() == 7, "region 7 has nothing that is meant"
-    made.drop_before(5)
-    assert not made.tenants, "a bound at the first extent of a region says nothing of it"
-    assert not len(made.rows)
-    assert (made.everyone, made.next_sequence()) == (Bound(5, 0), 5)

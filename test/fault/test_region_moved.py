@@ -1,13 +1,14 @@
-"""Names change under a running store: its directory, its lock, its files."""
+"""Names change under a running store: its directory, its lock, its files; or it is copied."""
 
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 from simulation.engine import REGION, running
-from simulation.ledger import TIMEOUT_S, Ledger, keys
+from simulation.ledger import TIMEOUT_S, Ledger, held, keys
 
 from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
@@ -92,3 +93,23 @@ def test_reclaim_removes_no_file_of_others(tmp_path: Path) -> None:
         assert not any(engine.contains(FIRST))
         assert first.read_bytes() == b"precious"
         first.unlink()
+
+
+def test_copy_of_a_busy_store_has_durable_pages(tmp_path: Path) -> None:
+    home, copies = tmp_path / "store", [tmp_path / f"copy{number}" for number in range(4)]
+    before, meanwhile = keys(range(24)), keys(range(100, 160))
+    with running(home, None) as engine:
+        Ledger().store(engine, before)
+        assert engine.flush(TIMEOUT_S)
+        storing = threading.Thread(
+            target=lambda: [Ledger().store(engine, [each]) for each in meanwhile]
+        )
+        storing.start()
+        for copy in copies:
+            shutil.copytree(home, copy)
+        storing.join(TIMEOUT_S)
+        assert not storing.is_alive()
+    for copy in copies:
+        with running(copy, None) as engine:
+            assert held(engine, before) == len(before)
+            held(engine, meanwhile)  # some of them, and none of them wrong

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -11,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,25 +26,10 @@ from sglang_tiered.route.settings import RouteConfig
 pytest.importorskip("envoy")
 pytestmark = pytest.mark.timeout(120)
 
-CLASSES = f"""\
-default: plain
-classes:
-  plain: {{shed: false}}
-  soon:
-    ttft: 2s
-    priority: 7
-    sha256: [{"4d8b9a2f" * 8}, 2c70e12b7a0646f92279f427c7b38e7334d8e5389cff167a1dc30e73f826b683]
-"""
-KEY = "key"
-"""Whose digest is the last above."""
-
 
 @pytest.fixture(scope="module")
 def running(mocks: Mocks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    folder = tmp_path_factory.mktemp("front")
-    (folder / "classes.yaml").write_text(CLASSES)
-    flags = "--classes", str(folder / "classes.yaml"), "--pick-timeout", "2s"
-    with Front.before(mocks, folder, *flags) as front:
+    with Front.before(mocks, tmp_path_factory.mktemp("front"), "--pick-timeout", "2s") as front:
         yield front
 
 
@@ -53,82 +38,37 @@ def front(running: Front, mocks: Mocks) -> Front:
     return running.well(mocks)
 
 
-def test_the_pick_is_followed(front: Front, mocks: Mocks) -> None:
+@pytest.mark.parametrize("body", [None, b"", {"input_ids": [1, 2]}], ids=["GET", "POST", "chat"])
+def test_the_pick_is_followed(front: Front, mocks: Mocks, body: Any) -> None:
+    path = CHAT if body else "/v1/models"
     for wanted in mocks.all:
         front.prefer(mocks, wanted)
-        before = front.metric('sglang_tiered_route_answers_total{as_picked="yes",status="200"}')
-        for answer in [front.chat() for _ in range(5)]:
-            assert (answer.status, answer.served_by) == (200, wanted.address)
+        before = front.metric('sglang_tiered_route_answers_total{as_picked="yes",status="')
+        for answer in [front.ask(path, body) for _ in range(5)]:
             assert answer.headers["x-gateway-destination-endpoint-served"] == wanted.address
-        after = front.metric('sglang_tiered_route_answers_total{as_picked="yes",status="200"}')
+        after = front.metric('sglang_tiered_route_answers_total{as_picked="yes",status="')
         assert after - before == 5, "the picker hears who served"
 
 
-def test_no_byte_of_a_header_evades_picks(front: Front, mocks: Mocks) -> None:
-    front.prefer(mocks, mocks[2])
-    for told in (
-        {"x-request-id": "\xff"},
-        {"authorization": "Bearer \xff\xfe"},
-        {"x-other": "\xff"},
-    ):
-        answer = front.ask(CHAT, {"input_ids": [1, 2]}, told)
-        assert (answer.status, answer.served_by) == (200, mocks[2].address), told
-
-
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_requests_without_a_body_are_picked_for(front: Front, mocks: Mocks, method: str) -> None:
-    front.prefer(mocks, mocks[1])
-    for _ in range(5):
-        answer = front.ask("/v1/models", None if method == "GET" else b"")
-        assert answer.headers["x-gateway-destination-endpoint-served"] == mocks[1].address
-
-
-def test_a_body_of_megabytes_arrives_whole(front: Front, mocks: Mocks) -> None:
-    front.prefer(mocks, mocks[1])
-    answer = front.ask(CHAT, BIG)
-    assert (answer.status, answer.served_by) == (200, mocks[1].address)
-    assert [one["length"] for one in mocks[1].seen] == [len(BIG)]
-    assert mocks[1].seen[0]["headers"]["content-length"] == str(len(BIG))
-
-
-@pytest.mark.parametrize("fails", ["503", "reset", "late"])
+@pytest.mark.parametrize("fails", ["503", "reset", "late", "dead"])
 def test_failure_before_the_head_is_retried_elsewhere(
     front: Front, mocks: Mocks, fails: str
 ) -> None:
     front.prefer(mocks, mocks[0])
     mocks[0].fails = fails
+    if fails == "dead":
+        mocks.run(mocks[0].die())
     for _ in range(3):
         answer = front.chat()
         assert answer.status == 200 and answer.served_by != mocks[0].address
-    assert mocks[0].num_seen == 3, "each was picked first, and once"
-
-
-def test_many_failures_at_once_are_all_retried(front: Front, mocks: Mocks) -> None:
-    """Envoy allows three retries at a time unless told otherwise."""
-    front.prefer(mocks, mocks[0])
-    mocks[0].fails = "gather"
-    with ThreadPoolExecutor(40) as pool:
-        answers = list(pool.map(lambda _: front.chat(), range(40)))
-    assert [answer.status for answer in answers] == [200] * 40
-
-
-def test_dead_server_is_passed_over(front: Front, mocks: Mocks) -> None:
-    front.prefer(mocks, mocks[0])
-    mocks.run(mocks[0].die())
-    for _ in range(5):  # the first may still be picked for the dead one
-        answer = front.chat()
-        assert answer.status == 200 and answer.served_by != mocks[0].address
-    rows = {row["address"]: row for row in front.servers()}
-    eventually(lambda: not any(r["ready"] for r in front.servers() if r["url"] == mocks[0].url))
-    assert set(rows) == {mock.address for mock in mocks.all}
+    assert mocks[0].num_seen == 3 * (fails != "dead"), "each was picked first, and once"
 
 
 def test_death_with_the_head_is_retried_elsewhere(front: Front, mocks: Mocks) -> None:
     """Envoy has not passed it on yet, while the picker has seen it."""
     front.prefer(mocks, mocks[0])
     mocks[0].fails = "at-head"
-    for _ in range(10):
-        answer = front.chat()
+    for answer in [front.chat() for _ in range(10)]:
         assert answer.is_whole == (answer.served_by != mocks[0].address)
         assert answer.status == 200
 
@@ -156,35 +96,16 @@ def test_operators_calls_are_not_passed_on(front: Front, mocks: Mocks) -> None:
         assert front.ask(path).status == 404
 
 
-def test_late_requests_are_shed_by_class(front: Front, mocks: Mocks) -> None:
-    front.busy(mocks, mocks)
-    mine = {"authorization": f"Bearer {KEY}"}
-    refused = front.chat(**mine)
-    assert refused.status == 429
-    assert 2 < int(refused.headers["retry-after"]) <= 60
-    assert "within 2 s" in json.loads(refused.body)["error"]["message"]
-    assert not any(mock.num_seen for mock in mocks.all), "a refusal is not tried again"
-    assert front.chat().status == 200, "of a class that is not shed"
-    front.prefer(mocks, mocks[1])
-    assert front.chat(**mine).status == 200
-    assert mocks[1].seen[-1]["headers"]["x-override-priority"] == "7"
-
-
-def test_draining_server_gets_no_request(front: Front, mocks: Mocks) -> None:
+def test_draining_servers_get_no_request(front: Front, mocks: Mocks) -> None:
     front.prefer(mocks, mocks[0])
     mocks[0].is_draining = True
     eventually(lambda: sum(row["ready"] for row in front.servers()) == 2)
-    served = {front.chat().served_by for _ in range(5)}
-    assert mocks[0].address not in served
-
-
-def test_no_ready_server_is_a_503(front: Front, mocks: Mocks) -> None:
+    assert mocks[0].address not in {front.chat().served_by for _ in range(5)}
     for mock in mocks.all:
         mock.is_draining = True
     eventually(lambda: not any(row["ready"] for row in front.servers()))
     answer = front.chat()
-    assert answer.status == 503
-    assert json.loads(answer.body)["error"]["message"] == "no server is ready"
+    assert answer.status == 503 and b"no server is ready" in answer.body
 
 
 def test_servers_join_and_leave(front: Front, mocks: Mocks) -> None:
@@ -192,44 +113,23 @@ def test_servers_join_and_leave(front: Front, mocks: Mocks) -> None:
     try:
         front.follow([more[0].url])
         eventually(lambda: [row["url"] for row in front.servers()] == [more[0].url])
-        front.wait_until_ready(1)
         eventually(lambda: front.chat().served_by == more[0].address, "Envoy reads the file")
+    finally:
         front.follow([mock.url for mock in mocks.all])
         front.wait_until_ready(3)
-        front.prefer(mocks, mocks[0])
-        eventually(lambda: front.chat().served_by == mocks[0].address)
-    finally:
         more.close()
 
 
-def test_busy_server_is_not_asked_in_vain(front: Front, mocks: Mocks) -> None:
-    """For the tokens of a text, while there is no other that it could go to."""
-
-    def num_asked() -> int:
-        answer = front.ask("/v1/completions", {"prompt": "hi"})
-        assert answer.status == 200
-        return sum(mock.paths.count("/v1/tokenize") for mock in mocks)
-
-    first = num_asked()
-    assert num_asked() == first + 1
-    front.follow([mocks[0].url])
-    front.wait_until_ready(1)
-    assert num_asked() == first + 1
-    front.follow([mock.url for mock in mocks])
-    front.wait_until_ready(3)
-
-
 def test_stopped_picker_is_waited_for_and_no_longer(front: Front, mocks: Mocks) -> None:
-    front.prefer(mocks, mocks[0])
     pid = front.picker_pid()
     os.kill(pid, signal.SIGSTOP)
     try:
         started = time.monotonic()
-        assert front.chat().status == 200
-        assert time.monotonic() - started < 6.0
         assert front.ask(CHAT, BIG).status == 200
+        assert time.monotonic() - started < 6.0
     finally:
         os.kill(pid, signal.SIGCONT)
+    front.prefer(mocks, mocks[0])
     eventually(lambda: {front.chat().served_by for _ in range(5)} == {mocks[0].address})
 
 
@@ -246,7 +146,6 @@ def test_killed_picker_is_not_missed(front: Front, mocks: Mocks) -> None:
         asking = pool.map(keep_asking, range(4))
         try:
             os.kill(pid, signal.SIGKILL)
-            assert front.ask(CHAT, BIG).status == 200
             told = {"x-gateway-destination-endpoint": f"127.0.0.1:{front.port + 2}"}
             assert front.chat(**told).status == 200, "without a picker no client picks either"
             front.wait_until_ready(3)
@@ -254,8 +153,6 @@ def test_killed_picker_is_not_missed(front: Front, mocks: Mocks) -> None:
         finally:
             is_back.set()
         assert set().union(*asking) == {200}
-    front.prefer(mocks, mocks[1])
-    eventually(lambda: {front.chat().served_by for _ in range(5)} == {mocks[1].address})
 
 
 def test_sigterm_lets_answers_end(mocks: Mocks, tmp_path: Path) -> None:
@@ -281,24 +178,6 @@ def test_sigterm_lets_answers_end(mocks: Mocks, tmp_path: Path) -> None:
         assert found and found[0].status == 200 and found[0].is_whole
         assert front.process.wait(20) == 0
         assert not [child for child in children if child.is_running()]
-
-
-def test_stopped_front_turns_clients_away_gently(mocks: Mocks, tmp_path: Path) -> None:
-    """With nothing running: each is told with an answer, and who was not is taken for a while."""
-    mocks.well()
-    with Front.before(mocks, tmp_path) as front, front.connected() as kept:
-
-        def is_told() -> bool:
-            kept.request("GET", "/ready")
-            answer = kept.getresponse()
-            assert (answer.status, answer.read()) == (200, b"")
-            return answer.getheader("connection") == "close"
-
-        assert not is_told()
-        front.process.terminate()
-        eventually(is_told, "an answer says so")
-        assert front.chat().status == 200, "on a new connection"
-        assert front.process.wait(20) == 0
 
 
 @pytest.mark.parametrize(("name", "usual"), [("", "300s"), ("_headers", "10s")])

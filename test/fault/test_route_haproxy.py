@@ -125,12 +125,9 @@ def test_operators_calls_are_not_passed_on(haproxy: Haproxy) -> None:
 def test_without_a_picker_the_least_busy_answers(haproxy: Haproxy) -> None:
     """Last: it ends the picker."""
     haproxy.front.close()
-    started = time.monotonic()
-    assert haproxy.ask().status == 200
 
     def is_quick() -> bool:
         began = time.monotonic()
         return haproxy.ask().status == 200 and time.monotonic() - began < 0.5
 
-    eventually(is_quick, "the dead picker is no longer asked")
-    assert time.monotonic() - started < 10
+    eventually(is_quick, "the dead picker is no longer asked", timeout_s=10)

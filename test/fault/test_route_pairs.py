@@ -104,15 +104,6 @@ def test_prefill_hears_that_nobody_will_ask(front: Front, mocks: Mocks, how: str
         assert rooms & mock.abandoned == (rooms if how else set())
 
 
-def test_without_one_half_there_is_no_server(front: Front, mocks: Mocks) -> None:
-    for mock in mocks.all[:2]:
-        mock.is_draining = True
-    eventually(lambda: sum(row["ready"] for row in front.servers()) == 2)
-    answer = front.chat()
-    assert answer.status == 503 and b"no server is ready" in answer.body
-    assert not asked(mocks.all)
-
-
 def test_pairs_are_refused_without_a_picker(front: Front) -> None:
     """Envoy cannot name one by itself, and says so at once."""
     pid = front.picker_pid()
@@ -120,16 +111,3 @@ def test_pairs_are_refused_without_a_picker(front: Front) -> None:
     eventually(lambda: front.chat().status == 503, "it is gone")
     eventually(lambda: front.chat().status == 200, "it is back")
     assert front.picker_pid() != pid
-
-
-def test_idle_halves_say_why(front: Front, mocks: Mocks) -> None:
-    """A server that does both gets all requests, however slow it is."""
-
-    def problems() -> list[bool]:
-        rows = {row["address"]: row["problem"] for row in front.servers()}
-        return ["does both halves" in (rows[mock.address] or "") for mock in mocks]
-
-    assert not any(problems())
-    mocks[0].costs = {"role": "aggregated"}
-    eventually(lambda: problems() == [False, True, True, True], "it is known")
-    eventually(lambda: front.chat().served_by == mocks[0].address, "Envoy knows it too")

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
-import secrets
 import socket
-from collections import Counter
 from contextlib import closing
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from transfer_pair import DEADLINE_S, SAME_HOST, Decode, Prefill, decode, hand_over, prefill
+from transfer_pair import DEADLINE_S, SAME_HOST, Decode, Prefill, decode, hand_over
 from transfer_strangers import strange_decode, strange_prefill
 
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages, same_host
-from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Fence, Guest
+from sglang_tiered.transfer.same_host import MAX_GUESTS, Door
 from sglang_tiered.wire import sockets
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,20 +47,6 @@ def test_no_process_may_trace_prefill_before_authentication(
         assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512
         receiver.endpoint.close()
         eventually(lambda: allowed == [os.getpid(), 0])  # nobody any more
-
-
-def test_an_unread_endpoint_revokes_no_permission(
-    receiver: Decode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process has one, which may be a debugger's."""
-    allowed: list[int] = []
-    monkeypatch.setattr(same_host, "_may_be_read_by", allowed.append)
-    with prefill(settings=SETTINGS) as sender, strange_decode(sender.address) as stranger:
-        assert stranger.greet(is_same_host=True).door is not None
-    assert not allowed
-    with prefill(settings=SETTINGS) as sender:
-        hand_over(sender, receiver)
-    assert allowed == [os.getpid(), 0]
 
 
 def test_a_relay_to_another_door_reads_nothing(sender: Prefill, receiver: Decode) -> None:
@@ -108,44 +91,6 @@ def test_silent_guests_keep_no_other_out(sender: Prefill, receiver: Decode) -> N
     eventually(lambda: not sender.endpoint._peers._guests)
 
 
-def test_lack_of_descriptors_makes_no_busy_loop(
-    sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    door = sender.endpoint._peers.door
-    assert door is not None
-    seen: Counter[str] = Counter()
-    welcome = door.accept
-
-    def attempt() -> Guest | None:
-        seen["attempts"] += 1
-        return welcome()
-
-    monkeypatch.setattr(door, "accept", attempt)
-    monkeypatch.setattr(sender.endpoint, "_on_tick", lambda _: seen.update(ticks=1))
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as guest:
-        os.close(first_free := os.dup(guest.fileno()))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, most[1]))
-        try:
-            guest.connect(f"\0{door.name}")
-            eventually(lambda: seen["attempts"] and seen["ticks"] >= 3)
-            assert seen["attempts"] <= seen["ticks"] + 1, "one a tick"
-            assert not sender.endpoint._peers._guests
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, most)
-        eventually(lambda: len(sender.endpoint._peers._guests) == 1)
-        hand_over(sender, receiver)
-        assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512
-
-
-def test_a_pull_of_unoffered_memory_fails_the_room(receiver: Decode) -> None:
-    with strange_prefill() as stranger:
-        opened = stranger.opened_by(receiver, [7])
-        pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
-        stranger.send(pull, np.array([0], "<i4").tobytes())
-        assert "cannot read" in receiver.events.wait_for("failed", 1)[2]
-
-
 @pytest.mark.parametrize("payload", [b"", b"\0\0\0", b"\xff\xff\xff\xff", b"\x40\0\0\0", bytes(8)])
 def test_a_pull_of_impossible_pages_fails_the_room(payload: bytes) -> None:
     with (
@@ -172,41 +117,3 @@ def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
         stranger.slab(opened, stranger.pool.pages([0]).tobytes())
         stranger.send(messages.Last(1, opened.generation, 1, []))
         receiver.events.wait_for("received", 1)
-
-
-@pytest.mark.parametrize("name", ["of-another-program", "sglang-tiered-of-another-program"])
-def test_a_foreign_socket_is_not_talked_to(name: str) -> None:
-    with (
-        decode(settings=SETTINGS) as receiver,
-        strange_prefill() as stranger,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program,
-    ):
-        program.setblocking(False)
-        name += secrets.token_hex(8)
-        program.bind(f"\0{name}")
-        program.listen()
-        receiver.open(1, [stranger.address], [7])
-        stranger.welcome(door=name)
-        stranger.joined()  # it went to the door before
-        with pytest.raises(BlockingIOError):
-            program.accept()
-
-
-def test_decode_reads_only_the_rooms_own_prefill() -> None:
-    """A client names a prefill instance of its own, which names the door of another process, or of
-    decode itself, and then addresses there."""
-    secret = np.frombuffer(b"a secret of this process" * 100, np.uint8).copy()
-    with (
-        prefill(settings=SETTINGS) as honest,
-        decode(settings=SETTINGS) as receiver,
-        strange_prefill() as stranger,
-    ):
-        door = honest.endpoint._peers.door
-        assert door is not None
-        opened = stranger.opened_by(receiver, [7], door=door.name)
-        fence = Fence()
-        pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, fence.address, fence.value)
-        stranger.send(pull, np.array([0], "<i4").tobytes())
-        eventually(lambda: receiver.endpoint.stats.num_forged == 1)
-        assert not receiver.pool.kv.any() and secret.any()
-        assert receiver.endpoint.stats.pulled_bytes == 0

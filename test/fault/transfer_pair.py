@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,15 +17,17 @@ from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories
 from sglang_tiered.transfer.messages import NOTHING_MORE, Asked, KVLayout, StateLayout
 from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 from sglang_tiered.transfer.prefill.send_queue import Chunk
+from sglang_tiered.wire.keys import load_keys, make_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from sglang_tiered.wire.keys import Keys
 
 DEADLINE_S = 20.0
 MODEL = b"m" * 32  # of every endpoint unless a test says otherwise
-HOST = os.environ.get("TRANSFER_TEST_HOST", "127.0.0.1")
+HOST = "127.0.0.1"
 
 TCP = TransferConfig(same_host=False)
 SAME_HOST = TransferConfig()
@@ -62,24 +63,19 @@ class Pool:
 
     def __init__(self, shape: Shape, seed: int | None = None) -> None:
         source = np.random.default_rng(seed)
+
+        def random_bytes(size: tuple[int, ...]) -> Any:
+            return source.integers(0, 256 if seed is not None else 1, size, dtype=np.uint8)
+
         heads = 1 if shape.latent else len(shape.heads)
         per_layer = 1 if shape.latent else 2
         token = heads * shape.head_bytes
         size = (shape.num_layers * per_layer, shape.num_pages, shape.page_size, token)
         self.shape = shape
-        self.kv = (
-            np.zeros(size, np.uint8)
-            if seed is None
-            else source.integers(0, 256, size, dtype=np.uint8)
-        )
+        self.kv = random_bytes(size)
         if shape.codec != "none":
             self.kv //= 64  # random bytes cannot be made smaller
-        self.states = [
-            np.zeros((3, 8, num_bytes), np.uint8)
-            if seed is None
-            else source.integers(0, 256, (3, 8, num_bytes), dtype=np.uint8)
-            for _, num_bytes in shape.states
-        ]
+        self.states = [random_bytes((3, 8, num_bytes)) for _, num_bytes in shape.states]
         self.aux = np.zeros((2, 16, 24), np.uint8)
         self.memories = Memories(
             memory_of(self.kv), [memory_of(state) for state in self.states], memory_of(self.aux)
@@ -250,6 +246,12 @@ class Decode:
 
 def indices(numbers: Sequence[int]) -> Any:
     return np.array(list(numbers), np.int32)
+
+
+def pair_keys(folder: Path) -> dict[str, Keys]:
+    """New ones, by role."""
+    make_keys(folder)
+    return {role: load_keys(folder, role) for role in ("prefill", "decode")}
 
 
 @contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from transfer_pair import Decode
 
     from sglang_tiered.transfer.memory import Buffer
-    from sglang_tiered.transfer.messages import KVLayout
 
 TOKEN = b"of this session."
 TIMEOUT_MS = int(DEADLINE_S * 1000)
@@ -34,9 +31,9 @@ TIMEOUT_MS = int(DEADLINE_S * 1000)
 class StrangeDecode:
     """A decode instance made of two sockets."""
 
-    def __init__(self, address: tuple[str, int], layout: KVLayout | None = None) -> None:
+    def __init__(self, address: tuple[str, int]) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.layout = layout or Pool(Shape()).layout
+        self.layout = Pool(Shape()).layout
         self.control = self._connect(address[1])
         self.data: zmq.Socket[bytes] | None = None
         self.welcome: messages.Welcome | None = None
@@ -88,10 +85,6 @@ class StrangeDecode:
         assert self.data is not None
         return self.data.recv_multipart()
 
-    def confirm(self, *keys: tuple[int, int, int]) -> None:
-        assert self.data is not None
-        self.data.send_multipart([VERSION_FRAME, encode(messages.Ack(list(keys)))])
-
     def close(self) -> None:
         self.context.destroy(linger=0)
 
@@ -99,11 +92,10 @@ class StrangeDecode:
 class StrangePrefill:
     """A prefill instance made of two sockets: it welcomes, and then sends what the test says."""
 
-    def __init__(self, layout: KVLayout | None = None, key: bytes = b"") -> None:
+    def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.pool = Pool(Shape(), seed=1)
-        self.layout = layout or self.pool.layout
-        self.key = key
+        self.layout = self.pool.layout
         self.control, self.port = self._bind()
         self.data, self.data_port = self._bind()
         self.identity = self.link = b""
@@ -122,9 +114,7 @@ class StrangePrefill:
         """Answer the Hello that comes."""
         hello = self.hear(messages.Hello)
         assert isinstance(hello, messages.Hello)
-        answer = messages.Welcome(
-            b"strange", TOKEN, 0, self.layout, self.data_port, 1, self.key, None
-        )
+        answer = messages.Welcome(b"strange", TOKEN, 0, self.layout, self.data_port, 1, b"", None)
         self.tell(msgspec.structs.replace(answer, **changes))
         return hello
 
@@ -178,7 +168,7 @@ class StrangePrefill:
         """``tagger``: of those who came to a door, for a ``Pull``."""
         header = encode(message)
         signed = payload if isinstance(message, messages.Pull) else ()
-        right = (tagger or Tagger(self.key)).tag(header, *signed)
+        right = (tagger or Tagger(b"")).tag(header, *signed)
         frames = [VERSION_FRAME, header, right if tag is None else tag, *payload]
         self.data.send_multipart([self.link, *frames])
 
@@ -187,32 +177,22 @@ class StrangePrefill:
 
 
 @contextmanager
-def strange_decode(
-    address: tuple[str, int], layout: KVLayout | None = None
-) -> Iterator[StrangeDecode]:
-    peer = StrangeDecode(address, layout)
-    try:
+def strange_decode(address: tuple[str, int]) -> Iterator[StrangeDecode]:
+    with closing(StrangeDecode(address)) as peer:
         yield peer
-    finally:
-        peer.close()
 
 
 @contextmanager
-def strange_prefill(layout: KVLayout | None = None, key: bytes = b"") -> Iterator[StrangePrefill]:
-    peer = StrangePrefill(layout, key)
-    try:
+def strange_prefill() -> Iterator[StrangePrefill]:
+    with closing(StrangePrefill()) as peer:
         yield peer
-    finally:
-        peer.close()
 
 
 @contextmanager
-def introduced(
-    buffers: Sequence[Buffer], num_buffers: int | None = None
-) -> Iterator[tuple[PeerMemory, Tagger]]:
+def introduced(buffers: Sequence[Buffer]) -> Iterator[tuple[PeerMemory, Tagger]]:
     """This process's memory as one of another session would know it, and what authenticates."""
     door = Door()
-    peer = PeerMemory(door.name, TOKEN, len(buffers) if num_buffers is None else num_buffers)
+    peer = PeerMemory(door.name, TOKEN, len(buffers))
     guest = door.accept()
     assert guest is not None and guest.read_token() == TOKEN
     assert not peer.is_right(b""), "nothing is authentic before a key was told"
@@ -224,23 +204,3 @@ def introduced(
         peer.close()
         guest.close()
         door.close()
-
-
-@dataclass
-class Scanner:
-    """Raw bytes to a port, and what comes back."""
-
-    port: int
-
-    def say(self, *pieces: bytes) -> bytes:
-        """What is answered until the other end closes, or says nothing for a moment."""
-        with socket.create_connection((HOST, self.port), timeout=0.3) as connection:
-            for piece in pieces:
-                connection.sendall(piece)
-            answer = b""
-            try:
-                while piece := connection.recv(4096):
-                    answer += piece
-            except (TimeoutError, ConnectionError):
-                pass
-            return answer

@@ -52,13 +52,12 @@ class _File:
     has_durable_size: bool
     unsynced: list[_Write] = field(default_factory=list)
     durable_blocks: set[int] = field(default_factory=set)
-    allocated: set[int] = field(default_factory=set)
     num_descriptors: int = 0
 
     @classmethod
     def whole(cls, data: bytes) -> _File:
         blocks = set(range(-(-len(data) // BLOCK_BYTES)))
-        return cls(bytearray(data), bytearray(data), True, [], set(blocks), blocks)
+        return cls(bytearray(data), bytearray(data), True, [], blocks)
 
     def sync(self) -> None:
         for write in self.unsynced:
@@ -134,10 +133,9 @@ def _changed(names: Mapping[str, _File], changes: Sequence[_NameChange]) -> dict
 class SimulatedDevice(Device):
     """Starts with ``files``, all durable; thread-safe.
 
-    ``power_off_at`` is the number of the change during which the power goes. ``sparse`` gives a
-    block its space when it is first written, not when its file is made; with ``capacity_bytes``
-    the disk is full after that many. ``lossy_syncs`` counts down the coming ``sync`` calls that
-    fail the way Linux does: the data is not written, and the next one does not try again.
+    ``power_off_at`` is the number of the change during which the power goes. ``lossy_syncs``
+    counts down the coming ``sync`` calls that fail the way Linux does: the data is not written,
+    and the next one does not try again.
 
     ``misuse`` lists what no device forgives: a closed descriptor used, parts of blocks.
     """
@@ -147,13 +145,9 @@ class SimulatedDevice(Device):
         files: Mapping[str, bytes] | None = None,
         *,
         power_off_at: int | None = None,
-        capacity_bytes: int | None = None,
-        sparse: bool = False,
         seed: int = 0,
     ) -> None:
         self.power_off_at = power_off_at
-        self.capacity_bytes = capacity_bytes
-        self.sparse = sparse
         self.lossy_syncs = 0
         self.num_changes = 0
         self.powered = True
@@ -232,11 +226,7 @@ class SimulatedDevice(Device):
             in_flight = self._begin_change()
             if name in self._names:
                 raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), name)
-            if not self.sparse:
-                self._need(-(-nbytes // BLOCK_BYTES))
             file = _File(bytearray(nbytes), bytearray(nbytes), has_durable_size=False)
-            if not self.sparse:
-                file.allocated = set(range(-(-nbytes // BLOCK_BYTES)))
             self._change_name(name, file, complete=not in_flight)
             self._end_change(in_flight)
             return self._descriptor(file)
@@ -271,8 +261,7 @@ class SimulatedDevice(Device):
             in_flight = self._begin_change()
             file = self._file(fd, "writev")
             self._check_blocks(segments, offset)
-            data = b"".join(segments)
-            write = self._fitting(file, _Write(offset, data, not in_flight))
+            write = _Write(offset, b"".join(segments), not in_flight)
             file.unsynced.append(write)
             self._end_change(in_flight)
             _put(file.cached, offset, write.data)
@@ -318,7 +307,7 @@ class SimulatedDevice(Device):
     def free_bytes(self) -> int:
         with self._lock:
             self._check_power()
-            return max(self._num_free(), 0) * BLOCK_BYTES
+            return 1 << 50
 
     def read_file(self, name: str) -> bytes:
         with self._lock:
@@ -329,7 +318,6 @@ class SimulatedDevice(Device):
         with self._lock:
             in_flight = self._begin_change()
             file = _File.whole(data)
-            self._need(len(file.allocated))
             if in_flight:
                 self._replacing = (name, bytes(data))
             self._end_change(in_flight)
@@ -386,27 +374,3 @@ class SimulatedDevice(Device):
     def _misused(self, what: str) -> None:
         self.misuse.append(what)
         raise OSError(errno.EBADF, what)
-
-    def _num_free(self) -> int:
-        if self.capacity_bytes is None:
-            return 1 << 40
-        alive = {*self._names.values(), *self._open.values()}
-        return self.capacity_bytes // BLOCK_BYTES - sum(len(file.allocated) for file in alive)
-
-    def _need(self, num_blocks: int) -> None:
-        if num_blocks > self._num_free():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _fitting(self, file: _File, write: _Write) -> _Write:
-        """The leading blocks of the write that the disk has room for, now taken; at least one."""
-        free = self._num_free()
-        for position, block in enumerate(write.blocks()):
-            if block in file.allocated:
-                continue
-            if free <= 0:
-                if position == 0:
-                    self._need(1)
-                return write._replace(data=write.data[: position * BLOCK_BYTES])
-            file.allocated.add(block)
-            free -= 1
-        return write

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from kit.runs import NAMESPACE
 from kit.waiting import finished
 from sglang_tiered.storage.base import NO_TENANT, Health, Job, Page, Reason, Run, Stop, TierEngine
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.format import BLOCK_BYTES
+from sglang_tiered.storage.region.pins import PinRefusal
 
 TIMEOUT_S = 30.0
 SIZES = (4096, 5000, 8192, 12_288)
@@ -60,6 +62,13 @@ def submit(engine: TierEngine, wanted: Sequence[bytes], tenant: bytes = NO_TENAN
 
 def store(engine: TierEngine, wanted: Sequence[bytes], tenant: bytes = NO_TENANT) -> list[Reason]:
     return finished(submit(engine, wanted, tenant))
+
+
+def pin(engine: RegionEngine, name: str, wanted: Sequence[bytes], data: bytes = b"") -> bool:
+    """Whether it became durable."""
+    made = engine.pin(name, wanted, data=data)
+    assert not isinstance(made, PinRefusal), made
+    return is_true(made, TIMEOUT_S)
 
 
 def held(engine: RegionEngine, wanted: Sequence[bytes]) -> int:
