@@ -12,7 +12,7 @@ from shared_tier import SharedTier
 from kit.memory import MemoryEngine
 from kit.runs import NAMESPACE, blank, page_data, soft_encoding
 from kit.waiting import TIMEOUT_S, drained, finished
-from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.storage.base import Reason, Run, TierEngine
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.region import RegionEngine

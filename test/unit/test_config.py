@@ -16,8 +16,7 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import values_of
-from sglang_tiered.object_config import ObjectConfig
-from sglang_tiered.peer_config import PeerConfig
+from sglang_tiered.remote_config import ObjectConfig, PeerConfig
 
 
 def nvme(**changes: object) -> NvmeConfig:

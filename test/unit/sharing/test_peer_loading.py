@@ -18,7 +18,7 @@ from page_peers import (
 
 from sglang_tiered.sharing.mirror import Peer
 from sglang_tiered.sharing.pages import messages
-from sglang_tiered.sharing.peer_loading import PeerLoader
+from sglang_tiered.sharing.peer_tier import PeerLoader
 from sglang_tiered.storage.base import Reason, Run
 
 PAGES = make_pages(1, [4096, 5000])

@@ -13,7 +13,7 @@ from kit.runs import make_run
 from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S
 from sglang_tiered.errors import StoreError
-from sglang_tiered.storage.filesystem import replace_file
+from sglang_tiered.storage.filesystem import read_small_file, replace_file
 from sglang_tiered.storage.region.directory import DirectoryState, prepare
 
 
@@ -56,3 +56,10 @@ def test_a_file_is_replaced_whole_or_not(tmp_path: Path, monkeypatch: pytest.Mon
         replace_file(file, b"half", temporary)
     assert (file.read_bytes(), list(tmp_path.iterdir())) == (b"whole", [file])
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_sparse_terabyte_does_not_take_all_memory(tmp_path: Path) -> None:
+    path = tmp_path / "CHECKPOINT"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    assert len(read_small_file(path)) <= 1 << 30

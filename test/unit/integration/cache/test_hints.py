@@ -18,10 +18,8 @@ from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversation_calls import prefetch
 from sglang_tiered.integration.cache import hints as module
 from sglang_tiered.integration.cache import quiescing
-from sglang_tiered.integration.cache.ahead import hints as module
-from sglang_tiered.integration.cache.ahead.hints import Hints
 from sglang_tiered.integration.cache.declined_loads import DECLINED, told_end
-from sglang_tiered.integration.cache.hints import Chain, Hints, PieceOutcome
+from sglang_tiered.integration.cache.hints import Hints
 from sglang_tiered.integration.ranks import SILENT
 from sglang_tiered.policy.hints import LIFE_S, HintEnd
 from sglang_tiered.policy.prefetch import PrefetchWindow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration.launch import model_support
+from sglang_tiered.integration.launch import start
 
 SERVED: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",

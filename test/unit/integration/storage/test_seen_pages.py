@@ -17,7 +17,7 @@ from host_pools import PAGE_SIZE, Pool, make_pool, slots
 from kit.faulty import FaultyDevice
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run, of, page_data, soft_encoding
 from kit.waiting import TIMEOUT_S, finished
-from sglang_tiered.integration.storage.seen_pages import SeenPages
+from sglang_tiered.integration.storage.host_pages import SeenPages
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.encoding import PageEncoding
 from sglang_tiered.storage.promises import is_true

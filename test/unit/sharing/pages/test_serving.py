@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from sglang_tiered.sharing.pages.serving import ServeQueue, ServeRequest
+from sglang_tiered.sharing.pages.server import ServeQueue, ServeRequest
 from sglang_tiered.sharing.settings import PageSettings
 
 SETTINGS = PageSettings(max_serving_bytes=1000, max_queued_bytes=4000)

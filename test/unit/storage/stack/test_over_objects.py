@@ -8,7 +8,7 @@ from kit.request_hooks import listed
 from kit.runs import NAMESPACE, make_run, of
 from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S
-from sglang_tiered.object_config import ObjectConfig
+from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.promises import is_true

@@ -15,7 +15,7 @@ from kit.tiers import load, loads, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import Erasure, JobKind, Reason, Tier
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.stack import TierStack, promotion
+from sglang_tiered.storage.stack import TierStack, loading
 from sglang_tiered.storage.stack.tiers import StackSettings
 
 PAGES = [8192] * 4

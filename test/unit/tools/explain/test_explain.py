@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from kit.commands import Cli, cli_of
-from sglang_tiered.request_record import Load, RequestRecord, TierLoad, Wait
-from sglang_tiered.tools.explain.causes import cause, parts
-from sglang_tiered.tools.explain.cli import main
+from sglang_tiered.request_log import Load, RequestRecord, TierLoad, Wait
+from sglang_tiered.tools.causes import cause, parts
+from sglang_tiered.tools.explain import main
 
 MiB = 1 << 20
 

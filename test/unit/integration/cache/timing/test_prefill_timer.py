@@ -10,12 +10,10 @@ import pytest
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_tiered.integration.cache import prefill_times as prefill_timer
 from sglang_tiered.integration.cache.prefill_times import PrefillClock
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-from sglang_tiered.integration.cache.timing.prefill_timer import PrefillClock
-from sglang_tiered.integration.observe.requests.stories import Stories
-from sglang_tiered.policy.prefill_work import PrefillWork
+from sglang_tiered.integration.observe.stories import Stories
+from sglang_tiered.policy.queue_wait import PrefillWork
 
 
 class Cache(TieredRadixCache):

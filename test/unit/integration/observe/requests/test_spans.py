@@ -13,8 +13,8 @@ from sglang.srt.observability import trace
 from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.observe.requests.spans import PREFIX, tell
-from sglang_tiered.integration.observe.requests.story import LookedUp, Story
+from sglang_tiered.integration.observe.stories import PREFIX, tell_spans
+from sglang_tiered.integration.observe.story import LoadMeter, LookedUp, Story
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Tier
 
 KEYS = tuple(bytes([number]) * 32 for number in range(2))
@@ -64,8 +64,8 @@ def loaded(req: Req) -> Story:
 def test_spans_are_in_the_requests_own_trace(exported: InMemorySpanExporter) -> None:
     req = traced()
     story = loaded(req)
-    tell(story, UNIX_S)
-    tell(story, UNIX_S, is_over=True)
+    tell_spans(story, UNIX_S)
+    tell_spans(story, UNIX_S, is_over=True)
     found = [span for span in exported.get_finished_spans() if span.name.startswith("tier_")]
     spans: dict[str, Any] = {span.name: span for span in found}
     assert len(spans) == len(found), "each is told once"

@@ -15,7 +15,7 @@ from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.observe.requests import stories
+from sglang_tiered.integration.observe import stories
 
 HELD, OTHER, COLD = prompt(1, 16), prompt(2, 8), prompt(3, 4)
 SCHEDULER = SimpleNamespace(waiting_queue=[1, 2], running_batch=SimpleNamespace(reqs=[3]))
