@@ -33,8 +33,6 @@ WATCHED = ("torch.cpu", "sglang.", "sglang_tiered.")
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Calls a seam right after its module was executed. Nothing is imported before the first."""
-
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if not name.startswith(WATCHED):
             return None

@@ -9,6 +9,7 @@ run in place, for a debugger.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import inspect
@@ -61,6 +62,7 @@ def interpreted(
 def _child() -> ProcessPoolExecutor:
     """A process with the interpreter."""
     made = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    atexit.register(made.shutdown)
     made.submit(_start).result(START_S)
     return made
 

@@ -1,8 +1,7 @@
 """One line at the end of a run that measures coverage (``scripts/test --all --coverage``).
 
 Measured are the tests of ``contract`` and ``unit`` that start neither SGLang nor an interpreter of
-kernels, in pytest's own processes. Tracing doubles the time of ``property``, whose examples have a
-deadline, and would cost the gate minutes in servers, and change when their threads meet.
+kernels, in pytest's own processes. Tracing doubles the time of what it measures.
 """
 
 from __future__ import annotations

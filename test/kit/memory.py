@@ -171,9 +171,8 @@ class MemoryEngine(TierEngine):
                 self._drop(key)
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self.set_namespace(b"")
+        self._closed = True
+        MemoryEngine.set_namespace(self, b"")
 
     def check_integrity(self) -> None:
         with self._lock:

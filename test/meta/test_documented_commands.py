@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import multiprocessing
@@ -138,4 +139,6 @@ def _help(command: str) -> str:
 @functools.cache
 def _interpreter() -> ProcessPoolExecutor:
     """One process for all programs, as most of them load torch or SGLang first."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    made = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    atexit.register(made.shutdown)
+    return made

@@ -88,7 +88,6 @@ COMPLETE = {"cluster": ("published",), "completion": ("bash",), "keygen": ("--ou
 
 
 def test_a_command_without_packages_says_so(wheel: Path, tmp_path: Path) -> None:
-    """In an environment that holds the wheel and nothing else."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path)
     into = (*PIP, "--python", tmp_path / "bin" / "python")
     run(*into, "install", "--no-deps", "--no-index", "--no-compile", wheel)

@@ -143,6 +143,16 @@ def test_stored_pages_count_as_nvme_and_of_peers(world: World) -> None:
     ]
 
 
+def test_requests_that_were_sent_count_before_reports(world: World) -> None:
+    for _ in range(3):
+        world.add()
+    picked = []
+    for number in range(3):
+        ids = array("I", [number] * 10 * PAGE)
+        picked.append(world.pick(Prompt(len(ids), ids)).targets[0])
+    assert len(set(picked)) == 3
+
+
 @pytest.mark.parametrize("ids", [None, array("I", range(100 * PAGE))])
 def test_a_guessed_length_has_a_price_too(world: World, ids: array[int] | None) -> None:
     """What nobody reads in time is the longest: a slow server has the fewest tokens waiting."""
