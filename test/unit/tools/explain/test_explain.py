@@ -14,15 +14,15 @@ from sglang_tiered.tools.causes import cause, parts
 from sglang_tiered.tools.explain import main
 
 MiB = 1 << 20
+NVME = TierLoad(tier="nvme", at_s=0.1, read_s=1.2, num_reads=4, num_bytes=96 * MiB, expected_s=0.24)
 
 
 def record(rid: str) -> RequestRecord:
     """Its turn took 1.3 of 1.4 s, of which it waited 1.2 s for pages of NVMe."""
-    nvme = TierLoad("nvme", at_s=0.1, read_s=1.2, num_reads=4, num_bytes=96 * MiB, expected_s=0.24)
     fields = {"v": 1, "rid": rid, "arrived_unix_s": 1.8e9, "end": "length", "num_prompt_tokens": 9}
     fields |= {"admitted_s": 1.3, "first_token_s": 1.39, "total_s": 1.4}
     fields |= {"waits": (Wait(why="load", at_s=0.1, wait_s=1.2),)}
-    fields |= {"load": Load(at_s=0.1, load_s=1.2, num_tokens=9, num_loaded_tokens=9, tiers=(nvme,))}
+    fields |= {"load": Load(at_s=0.1, load_s=1.2, num_tokens=9, num_loaded_tokens=9, tiers=(NVME,))}
     return RequestRecord(**fields)
 
 
