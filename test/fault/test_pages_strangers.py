@@ -24,6 +24,7 @@ from page_peers import (
 )
 
 from kit.waiting import eventually
+from server_process import free_port
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.landing import PageOutcome
@@ -161,16 +162,16 @@ def test_a_server_owing_answers_is_not_asked_on(liar: StrangeServer) -> None:
         assert client.stats.num_requests == 2
 
 
-@pytest.mark.parametrize("is_speaking", [False, True], ids=["mute", "hung"])
-def test_a_silent_server_is_given_up(is_speaking: bool) -> None:
+@pytest.mark.parametrize("how", ["mute", "hung", "closed"])
+def test_a_silent_server_is_given_up(how: str) -> None:
     settings = replace(PATIENT, connect_timeout_s=0.3, answer_timeout_s=0.3)
     with (
         socket.create_server((HOST, 0)) as mute,
         StrangeServer() as hung,
         page_client(settings) as client,
     ):
-        port = hung.port if is_speaking else mute.getsockname()[1]
-        assert Wanted(client, port, PAGES, deadline_s=None).wait() == MISSING
+        ports = {"mute": mute.getsockname()[1], "hung": hung.port, "closed": free_port()}
+        assert Wanted(client, ports[how], PAGES, deadline_s=None).wait() == MISSING
         eventually(lambda: client.num_links == 0)
 
 
