@@ -281,8 +281,9 @@ def test_no_copy_into_a_namespace_changed_while_reading(
         eventually(lambda: still.nvme.stats().num_pages_copied == 4, "nothing was read")
         change(namespace)
 
-    monkeypatch.setattr(tiers.bucket, "set_namespace", change_behind_a_read)
-    still.set_namespace(OTHER_NAMESPACE)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers.bucket, "set_namespace", change_behind_a_read)
+        still.set_namespace(OTHER_NAMESPACE)
     flush.join(TIMEOUT_S)
     assert not flush.is_alive()
     tiers.until("the copy did not end", demote_backlog=0)
