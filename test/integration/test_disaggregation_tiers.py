@@ -84,7 +84,5 @@ def test_prefill_finds_the_answer_that_decode_computed(
         first, second = (server.request("/tier/costs")["ranks"][0] for server in servers)
         assert (first["role"], second["role"]) == ("prefill", "decode")
         assert first["bootstrap_port"] and second["bootstrap_port"] is None
-        assert first["prefill"]["observed"] > second["prefill"]["observed"]
-        assert second["decode"]["moments"][0] > 300, "it decoded"
     finally:
         pair.kill()
