@@ -223,3 +223,24 @@ def test_only_what_nvme_lost_is_copied_again(small: SmallHost) -> None:
     assert not insert_and_copy(small, "a").backuped
     held.clear()
     assert insert_and_copy(small, "a").backuped
+
+
+def test_no_host_only_node_lacks_its_ancestors_copy(small: SmallHost) -> None:
+    prefix = insert_and_copy(small, "a")
+    small.host_memory_is_short(HOST_PAGES)
+    suffix = insert_and_copy(small, "ab")
+    assert suffix.backuped and not prefix.backuped
+    small.cache.evict(EvictParams(num_tokens=PAGE))
+    assert small.nodes() == [prefix] and small.host.available_size() == small.host.logical_size
+
+
+def test_a_released_host_lock_does_not_stop_eviction(small: SmallHost) -> None:
+    insert_and_copy(small, "a")
+    small.host_memory_is_short(HOST_PAGES)
+    insert_and_copy(small, "ab")
+    leaf = insert_and_copy(small, "abc")
+    lock = small.cache.inc_host_lock_ref(leaf.id).to_dec_params()
+    small.cache.evict(EvictParams(num_tokens=2 * PAGE))
+    small.cache.dec_host_lock_ref(leaf.id, lock)
+    small.cache.evict(EvictParams(num_tokens=2 * PAGE))
+    assert small.allocator.available_size() == DEVICE_PAGES * PAGE

@@ -47,9 +47,6 @@ class Tier:
         self.clock.now += waits_s
         return store
 
-    def wait(self, seconds: float) -> None:
-        self.clock.now += seconds
-
     def store(
         self, pages: Sequence[str], of: QueuedStore | None = None, *, is_kv: bool = True
     ) -> int:
@@ -72,7 +69,7 @@ def test_node_of_several_parts_is_decided_once(tier: Tier) -> None:
     pages = hashes(*range(300))
     node = tier.queue(pages, VERY_LONG, waits_s=BUSY_S)
     assert tier.store(pages[:128], node) == 128
-    tier.wait(100)  # nothing that happens later changes what was decided
+    tier.clock.now += 100  # nothing that happens later changes what was decided
     assert tier.store(pages[128:256], node) == 128
     assert tier.store(pages[256:], node) == 44
     assert tier.gate.outcomes[Outcome.ADMITTED] == 300 and tier.level is Level.SELECTIVE
