@@ -100,6 +100,9 @@ def test_servers_that_erase_at_once_come_to_agree(servers: Servers) -> None:
         assert set(server.purged) == told
         others = [page for page in range(1, 5) if page != number + 1]
         eventually(lambda server=server, others=others: all(server.finds(*others)))
+    several[0].close()  # what it erased is known to others only
+    late = servers.open([5])
+    eventually(lambda: set(late.purged) == set(tenants))
 
 
 def test_a_broken_connection_ends_no_erasure(servers: Servers) -> None:
