@@ -153,6 +153,21 @@ def test_a_broken_upload_is_never_seen_in_part(
     assert not uploads.get("Uploads"), "it was not aborted either"
 
 
+def test_an_open_breaker_asks_nothing_until_it_closes(s3_url: str, proxy: FaultProxy) -> None:
+    with opened(s3_url) as engine:
+        assert store(engine, run_of(1)) == OK
+        away = proxy.add("*", "", status(503, "SlowDown"))
+        eventually(lambda: load(engine, run_of(1)) and engine.health is Health.MISS_ONLY)
+        seen = away.num_hit
+        for _ in range(50):
+            assert load(engine, run_of(1)) == {Reason.MISS} and not is_held(engine, run_of(1))
+            assert set(engine.submit_store(run_of(2)).reasons) == {Reason.REJECTED}
+        assert away.num_hit - seen <= 4, "only probes"
+        proxy.clear()
+        eventually(lambda: engine.health is Health.RUNNING, "it closes by itself")
+        assert load(engine, run_of(1)) == store(engine, run_of(2)) == OK
+
+
 def test_closed_engines_leave_no_descriptors(s3_url: str) -> None:
     with opened(s3_url) as engine:
         assert store(engine, run_of(1)) == OK

@@ -143,6 +143,17 @@ def test_late_end_after_failure_is_no_success(receiver: Decode) -> None:
         assert receiver.endpoint.stats.num_late == 1
 
 
+def test_rooms_without_request_are_bounded_and_end() -> None:
+    settings = replace(TCP, orphan_timeout_s=0.5, max_orphans=3)
+    with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
+        for room in range(4):
+            receiver.open(room, [sender], [0])
+        assert "whose requests never came" in receiver.events.wait_for("failed", 3)[2]
+        for room in range(3):
+            assert "no request reached prefill" in receiver.events.wait_for("failed", room)[2]
+        eventually(lambda: sender.endpoint.num_rooms == receiver.endpoint.num_rooms == 0)
+
+
 @pytest.mark.parametrize("copy", ["gather", "scatter"])
 def test_a_pool_that_fails_costs_only_its_room(
     copy: str, sender: Prefill, receiver: Decode, monkeypatch: pytest.MonkeyPatch

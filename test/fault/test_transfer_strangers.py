@@ -93,6 +93,18 @@ def test_an_impossible_welcome_fails_the_room(name: str, receiver: Decode) -> No
         assert receiver.events.wait_for("failed", 1)[2]
 
 
+def test_a_second_hello_ends_the_first_session(sender: Prefill) -> None:
+    """Or its rooms would wait for ever."""
+    with strange_decode(sender.address) as stranger:
+        stranger.greet(instance=b"one")
+        sender.endpoint.expect_room(1)
+        stranger.open(1)
+        sender.events.wait_for("ready", 1)
+        stranger.greet(instance=b"two")
+        assert "connected anew" in sender.events.wait_for("failed", 1)[2]
+        assert sender.endpoint.num_sessions == len(sender.endpoint._peers._turns) == 1
+
+
 def test_a_session_whose_data_connections_never_come_ends(sender: Prefill) -> None:
     """Its rooms would wait for ever: nothing is under way that could be missed."""
     with strange_decode(sender.address) as stranger:
