@@ -94,7 +94,7 @@ def test_power_may_fail_anywhere_in_a_rescue(tmp_path: Path, third: int) -> None
 
 FAULTS: dict[str, tuple[Any, int]] = {  # the operation that fails, and how often in a row
     **{name: (name, 1) for name in ("writev", "readv", "sync", "sync_directory", "create")},
-    "a region stays": ("unlink", 9),
+    "a file stays for a while": ("unlink", 5),
     "a page cannot be read": ("readv", 2),
     "several pages cannot be read": ("readv", 5),
     "a sync is lost": ("sync", 0),

@@ -112,6 +112,16 @@ def nothing_is_left(sender: Prefill, receiver: Decode) -> None:
     eventually(lambda: not receiver.endpoint._senders)
 
 
+def test_a_received_room_survives_losing_prefill() -> None:
+    with decode() as receiver:
+        with prefill() as sender:
+            bring(sender, receiver, "concluded")
+        receiver.events.wait_for("lost")
+        assert receiver.events.kinds(1) == ["received"]
+        receiver.endpoint.close_room(1)
+        eventually(lambda: not receiver.endpoint._senders and not receiver.endpoint.num_rooms)
+
+
 def test_late_slabs_of_an_earlier_room_never_land(receiver: Decode) -> None:
     with strange_prefill() as stranger:
         first = stranger.opened_by(receiver, [7])
