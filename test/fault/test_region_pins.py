@@ -94,7 +94,6 @@ def test_power_may_fail_anywhere_in_a_rescue(tmp_path: Path, third: int) -> None
 
 FAULTS: dict[str, tuple[Any, int]] = {  # the operation that fails, and how often in a row
     **{name: (name, 1) for name in ("writev", "readv", "sync", "sync_directory", "create")},
-    "a file stays for a while": ("unlink", 5),
     "a page cannot be read": ("readv", 2),
     "several pages cannot be read": ("readv", 5),
     "a sync is lost": ("sync", 0),
@@ -137,6 +136,21 @@ def test_a_failing_operation_loses_no_pinned_page(tmp_path: Path, name: str) -> 
             with running(tmp_path, SimulatedDevice(files), **LIMITS) as engine:
                 expect_kept(engine, f"{name} {at}, after a loss of power")
     assert num_tried > 5, "the faults come too early"
+
+
+def test_a_region_that_stays_loses_no_pin(tmp_path: Path) -> None:
+    """No file can be removed for a while: stores are dropped, and go on later."""
+    clock, device = Clock(1000.0), FaultyDevice(SimulatedDevice())
+    with running(tmp_path, device, clock=clock, **LIMITS) as engine:
+        workload(engine, [])
+        device.faults = [Fault(0, "unlink", times=1 << 30, error=errno.EACCES)]
+        fill(engine, 8000, 8)
+        expect_kept(engine, "nothing can be removed")
+        device.faults = []
+        clock.now += 100.0
+        fill(engine, 9000, 12)
+        expect_kept(engine, "it can again")
+        assert Ledger().load(engine, keys(range(9033, 9036))) == [Reason.OK] * 3
 
 
 def test_a_damaged_pin_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
