@@ -58,6 +58,18 @@ def expect_kept(engine: RegionEngine, where: str) -> None:
     assert drained(engine, TIMEOUT_S)
 
 
+def test_a_full_store_pins_beside_a_spare_region(tmp_path: Path) -> None:
+    """Or the next victim's pinned pages would be in memory alone, which no ``close`` writes."""
+    with running(tmp_path, SimulatedDevice(), **LIMITS) as engine:
+        fill(engine, 1000, 40)
+        assert Ledger().store(engine, KEPT[:3]) == [Reason.OK] * 3
+        full = engine.stats().physical_bytes
+        assert full > (NUM_REGIONS - 1) * REGION
+        assert pin(engine, "kept", KEPT[:3])
+        assert engine.stats().physical_bytes <= full - REGION
+        assert Ledger().load(engine, KEPT[:3]) == [Reason.OK] * 3
+
+
 @in_thirds
 def test_power_may_fail_anywhere_in_a_rescue(tmp_path: Path, third: int) -> None:
     """What was durable when it was pinned is found, after the crash and after what reclaim does
