@@ -6,6 +6,7 @@ Ages are made by moving the collector's clock, which is the store's; nothing wai
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,16 @@ from typing import Any
 
 import pytest
 from bucket_engines import TIMEOUT_S, collect, load, opened, paths, run_of, store
+from object_proxy import FaultProxy, status
 
+from kit.runs import NAMESPACE
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Erasure, PinRefusal, Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
+from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.names import ERASED
+from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
 from sglang_tiered.storage.promises import is_true
 
 OK = {Reason.OK}
@@ -161,6 +166,28 @@ def pinned(engine: BucketEngine, name: str, run: Run, **options: Any) -> None:
     assert is_true(outcome, TIMEOUT_S)
 
 
+def test_a_failed_collection_is_tried_again(tmp_path: Path) -> None:
+    """Or the bucket would grow beyond its cap from then on."""
+    requests = Requests(tmp_path.as_uri())
+    collector = Collector(requests, CollectorSettings(interval_s=0.01))
+    listing, stop, failed = requests.listing, threading.Event(), list[str]()
+
+    def listed(folder: str, **options: Any) -> Any:
+        failed.append(folder)
+        if len(failed) < 3:
+            raise BucketError(Failure.UNAVAILABLE, "list")
+        return listing(folder, **options)
+
+    requests.listing = listed  # type: ignore[method-assign]
+    thread = threading.Thread(target=collector.run_in_background, args=(stop, lambda: NAMESPACE))
+    thread.start()
+    try:
+        eventually(lambda: collector.last is not None, "it gave up")
+    finally:
+        stop.set()
+        thread.join(TIMEOUT_S)
+
+
 def names(engine: BucketEngine) -> set[str]:
     return {info.name for info in engine.pins()}
 
@@ -168,6 +195,30 @@ def names(engine: BucketEngine) -> set[str]:
 def fresh(engine: BucketEngine) -> BucketEngine:
     assert engine.refresh(TIMEOUT_S, full=True)
     return engine
+
+
+def test_a_pin_beyond_the_share_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path.as_uri(), capacity_bytes=8 * RUN_BYTES) as engine:
+        runs = [run_of(number) for number in range(6)]
+        assert store(engine, *runs) == OK
+        for number in range(4):
+            pinned(engine, str(number), runs[number])
+        for name, refused in (("4", True), ("0", False)):  # in the place of one there is room
+            outcome = engine.pin(name, runs[4].keys)
+            assert isinstance(outcome, PinRefusal) == refused
+        assert engine.pinned_bytes <= engine.pin_bound_bytes == 4 * RUN_BYTES
+
+
+def test_a_pin_holds_while_the_bucket_refuses(s3_url: str, proxy: FaultProxy) -> None:
+    """It says that it is not durable, and is written later."""
+    with opened(s3_url) as first, opened(s3_url) as second:
+        assert store(first, run_of(1)) == OK
+        proxy.add("put", "/pins/", status(503))
+        begun = first.pin("a", run_of(1).keys)
+        assert not isinstance(begun, PinRefusal) and not is_true(begun, TIMEOUT_S)
+        assert names(first) == {"a"} and names(fresh(second)) == set()
+        proxy.clear()
+        eventually(lambda: names(fresh(second)) == {"a"})
 
 
 @pytest.mark.parametrize("is_stored_first", [True, False])

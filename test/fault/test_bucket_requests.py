@@ -153,6 +153,21 @@ def test_a_broken_upload_is_never_seen_in_part(
     assert not uploads.get("Uploads"), "it was not aborted either"
 
 
+def test_an_open_breaker_asks_nothing_until_it_closes(s3_url: str, proxy: FaultProxy) -> None:
+    with opened(s3_url) as engine:
+        assert store(engine, run_of(1)) == OK
+        away = proxy.add("*", "", status(503, "SlowDown"))
+        eventually(lambda: load(engine, run_of(1)) and engine.health is Health.MISS_ONLY)
+        seen = away.num_hit
+        for _ in range(50):
+            assert load(engine, run_of(1)) == {Reason.MISS} and not is_held(engine, run_of(1))
+            assert set(engine.submit_store(run_of(2)).reasons) == {Reason.REJECTED}
+        assert away.num_hit - seen <= 4, "only probes"
+        proxy.clear()
+        eventually(lambda: engine.health is Health.RUNNING, "it closes by itself")
+        assert load(engine, run_of(1)) == store(engine, run_of(2)) == OK
+
+
 def test_closed_engines_leave_no_descriptors(s3_url: str) -> None:
     with opened(s3_url) as engine:
         assert store(engine, run_of(1)) == OK
@@ -232,6 +247,22 @@ def test_a_late_store_of_another_is_dead(
         assert engine.refresh(TIMEOUT_S)
         assert load(engine, mine) == OK, "what is stored since counts"
     late.close()
+
+
+def test_nothing_is_stored_before_an_erasures_record(s3_url: str, proxy: FaultProxy) -> None:
+    """It would count as older than that, and be gone with it."""
+    run = run_of(1)
+    with opened(s3_url) as engine, opened(s3_url) as other:
+        assert store(engine, run) == OK
+        proxy.add("put", "/erased/", status(403, "AccessDenied"))
+        begun = engine.erase(Erasure.of(run.keys))
+        assert store(engine, run) == {Reason.REJECTED}
+        assert not is_true(begun, TIMEOUT_S)
+        assert not any(engine.contains(run.keys))
+        proxy.clear()
+        assert is_true(engine.erase(Erasure.of(run.keys)), TIMEOUT_S)
+        assert other.refresh(TIMEOUT_S) and not any(other.contains(run.keys))
+        assert store(engine, run) == OK
 
 
 def test_without_bulk_deletes_all_are_single(

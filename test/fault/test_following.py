@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from line_process import LineProcess
 from page_peers import HOST, StrangeClient, StrangeServer
-from peer_servers import NAMESPACE, Servers, key
+from peer_servers import NAMESPACE, OTHER, Server, Servers, key
 
+from kit.cost_records import record_of
 from kit.waiting import eventually
+from sglang_tiered.policy.cost_model import CostModel, PrefillCost
+from sglang_tiered.route import events
+from sglang_tiered.route.fleet import Member, Replica
 from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.pages import messages
+from sglang_tiered.sharing.pages.followers import SIGN_OF_LIFE_S
+from sglang_tiered.sharing.pages.link import PageLink
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
+from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
 
@@ -133,3 +143,104 @@ def test_a_stranger_is_not_told_the_namespace(servers: Servers) -> None:
             stranger.send(VERSION_FRAME, encode(messages.Compare(namespace, b"")))
             answer, _ = stranger.hear()
             assert len(answer.erasures) == (namespace == NAMESPACE)
+
+
+@pytest.fixture
+def mistreat(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, int], list[Any]]:
+    """The first message of a kind goes out so often. What was mistreated."""
+
+    def mistreated(kind: type, times: int) -> list[Any]:
+        seen: list[Any] = []
+
+        def patch(owner: type, name: str, outcome: Any) -> None:
+            send = getattr(owner, name)
+
+            def sent(*said: Any) -> Any:
+                if seen or not any(isinstance(each, kind) for each in said):
+                    return send(*said)
+                seen.append(said)
+                return [outcome, *(send(*said) for _ in range(times))][-1]
+
+            monkeypatch.setattr(owner, name, sent)
+
+        patch(PageLink, "send", True)
+        patch(PageServer, "_send", [])
+        return seen
+
+    return mistreated
+
+
+@pytest.mark.parametrize("times", [0, 2], ids=["lost", "twice"])
+@pytest.mark.parametrize(
+    "kind",
+    [messages.Follow, messages.Changes, messages.Compare, messages.Erasures, messages.Teach],
+)
+def test_a_mistreated_message_costs_time_only(
+    servers: Servers, mistreat: Callable[[type, int], list[Any]], kind: type, times: int
+) -> None:
+    seen = mistreat(kind, times)
+    one, two = (servers.open(range(n, n + 99), listed=False, expiry_s=3.0) for n in (1, 50))
+    one.erase(Erasure(tenant=b"t" * 16))
+    two.erase(Erasure.of([key(7)]))
+    servers.roster.append(one.target)  # both follow it
+    eventually(lambda: seen and two.finds(1, 99) == [True, True])
+    eventually(lambda: one.sync.book.digest == two.sync.book.digest)
+    one.hold(range(2, 101))
+    eventually(lambda: two.finds(1, 99, 100) == [False, True, True])
+    assert one.forgotten == [key(7)] and two.purged == [b"t" * 16], "each once"
+
+
+# ---- A picker follows them too ----
+
+
+MODEL = CostModel(page_tokens=1, bytes_per_token=1, prefill=PrefillCost((1, 1, 1), token_bytes=1))
+
+
+@pytest.fixture
+def picker(monkeypatch: pytest.MonkeyPatch) -> Iterator[events.PageFollower]:
+    monkeypatch.setattr(events, "AGAIN_S", 0.05)
+    monkeypatch.setattr(events, "SILENCE_S", SIGN_OF_LIFE_S + 1)
+    made = events.PageFollower()
+    yield made
+    made.close()
+    made._mirror.check_integrity()
+
+
+def followed(picker: events.PageFollower, server: Server, *, keyed: bool = False) -> Any:
+    """How many of some pages it is known to hold, and what ends that."""
+    where, namespace = f"tcp://*:{server.pages.port}", server.sync.namespace.hex()
+    record = record_of(MODEL, pages_at=where, namespace=namespace, server="00", keyed=keyed)
+    replica = Replica(Member(f"http://{HOST}:1", ""), record, 0)
+    replica.following = (picker.start(replica),)
+
+    def held(pages: range) -> int:
+        found = picker.bits(np.array(pages, np.uint64))
+        return sum(bool(bits & replica.bit) for bits in found)
+
+    return held, replica.following[0].cancel
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_picker_knows_what_came_and_went(
+    servers: Servers, picker: events.PageFollower, mistreat: Any, times: int
+) -> None:
+    mistreat(messages.Changes, times)
+    one, two = servers.open(range(1, 150_000), listed=False), servers.open([7], listed=False)
+    (held, cancel), (of_two, _) = followed(picker, one), followed(picker, two)
+    eventually(lambda: held(range(1, 150_010)) == 149_999 and of_two(range(1, 150_010)) == 1)
+    one.hold(range(5, 150_005))
+    eventually(lambda: held(range(1, 5)) == 0 and held(range(1, 150_010)) == 150_000)
+    cancel()
+    eventually(lambda: held(range(1, 150_010)) == 0)
+    assert of_two(range(1, 150_010)) == 1
+
+
+def test_a_picker_knows_no_pages_of_others(servers: Servers, picker: events.PageFollower) -> None:
+    """Of other weights, or of servers with keys, where the key that lets ask opens pages too."""
+    open_one = partial(servers.open, range(1, 100), listed=False)
+    one, changed = open_one(), open_one()
+    (held, _), (of_changed, _) = followed(picker, one), followed(picker, changed)
+    changed.set_namespace(OTHER)
+    of_keyed, _ = followed(picker, one, keyed=True)
+    eventually(lambda: held(range(1, 100)) == 99 and of_changed(range(1, 100)) == 0)
+    assert of_keyed(range(1, 100)) == 0

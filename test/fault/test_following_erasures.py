@@ -100,6 +100,40 @@ def test_servers_that_erase_at_once_come_to_agree(servers: Servers) -> None:
         assert set(server.purged) == told
         others = [page for page in range(1, 5) if page != number + 1]
         eventually(lambda server=server, others=others: all(server.finds(*others)))
+    several[0].close()  # what it erased is known to others only
+    late = servers.open([5])
+    eventually(lambda: set(late.purged) == set(tenants))
+
+
+def test_what_is_too_old_here_separates_nobody(servers: Servers) -> None:
+    """Each drops a record by its own clock: they differ by what neither is to apply again."""
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
+    with one.sync.book._lock:
+        one.sync.book._shelf.drop(next(iter(one.sync.book._shelf.records)))
+    one.sync.follower.compare()
+    one.pages.tell()
+    assert one.sync.book.digest != two.sync.book.digest
+    eventually(lambda: one.finds(2) == two.finds(1) == [True])
+    assert one.erased == [] and two.purged == [TENANT]
+
+
+def test_a_server_named_no_more_counts_while_alive(servers: Servers) -> None:
+    """As where a Redis lost all it knew."""
+    one, two = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    one.sync.discovery._targets = ()
+    follower = one.sync.follower
+    eventually(lambda: not any(each.is_named for each in follower._all()))
+    assert one.finds(2) == [True]
+    assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
+    assert two.purged == [TENANT]
+    two.close()
+    eventually(lambda: not any(each.is_live for each in follower._all()))
+    for each in follower._all():
+        each.lost_at -= 60.0
+    eventually(lambda: not follower._all())
 
 
 def test_a_broken_connection_ends_no_erasure(servers: Servers) -> None:

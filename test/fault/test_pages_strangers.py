@@ -64,6 +64,15 @@ def test_a_damaged_page_costs_no_neighbour(index: int, liar: StrangeServer) -> N
         assert client.num_links == 1
 
 
+def test_pages_in_each_others_place_do_not_count(liar: StrangeServer) -> None:
+    pages = make_pages(2, [4096, 4096])
+    with page_client() as client:
+        wanted = Wanted(client, liar.port, pages)
+        asked = liar.hear()
+        liar.say(messages.Found(asked.number, checksums(pages)[::-1]), *[*pages.values()][::-1])
+        assert wanted.wait() == [PageOutcome.DAMAGED] * 2
+
+
 def packed(*fields: Any) -> bytes:
     return msgspec.msgpack.encode(fields)
 

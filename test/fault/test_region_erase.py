@@ -23,7 +23,7 @@ from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import Erasure, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, erase_log
-from sglang_tiered.storage.region.erase_log import Erased
+from sglang_tiered.storage.region.erase_log import Bound, Erased
 from sglang_tiered.storage.region.files import ERASED_NAME
 from sglang_tiered.storage.region.pending import Note
 
@@ -104,6 +104,28 @@ def test_a_newer_log_refuses_the_store_untouched(
     ):
         pass
     assert opened.crash("kill") == files
+
+
+def test_a_torn_append_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of its blocks came to the disk; in a file that the version before began, too."""
+    before, torn = Erased({A: Bound(3, 8192)}), Erased()
+    torn.add(Erasure.of(keys(range(400))), Bound(4, 4096))
+    torn.tell([NOTE])
+    record = erase_log.pack_record(torn)
+    monkeypatch.setattr(erase_log, "VERSION", 1)
+    good = erase_log.pack(before)
+    monkeypatch.undo()
+    blocks = [record[at : at + 4096] for at in range(0, len(record), 4096)]
+    assert len(blocks) > 3
+    for kept in range(1 << len(blocks)):
+        came = [block if kept >> n & 1 else bytes(4096) for n, block in enumerate(blocks)]
+        data = good + b"".join(came[: kept.bit_length()])
+        found = erase_log.unpack(data)
+        assert found is not None and found.tenants == before.tenants
+        missing = [n for n in range(len(blocks)) if not kept >> n & 1]
+        assert len(found.rows) == (400 if missing in ([], [len(blocks) - 1]) else 0)
+        assert list(found.notes.values()) == ([] if missing else [NOTE])  # the last block
+        assert found.num_bytes == (len(data) if len(found.rows) or not kept else 0)
 
 
 def test_a_deleted_regions_blocks_bring_nothing_back(tmp_path: Path) -> None:

@@ -58,6 +58,18 @@ def expect_kept(engine: RegionEngine, where: str) -> None:
     assert drained(engine, TIMEOUT_S)
 
 
+def test_a_full_store_pins_beside_a_spare_region(tmp_path: Path) -> None:
+    """Or the next victim's pinned pages would be in memory alone, which no ``close`` writes."""
+    with running(tmp_path, SimulatedDevice(), **LIMITS) as engine:
+        fill(engine, 1000, 40)
+        assert Ledger().store(engine, KEPT[:3]) == [Reason.OK] * 3
+        full = engine.stats().physical_bytes
+        assert full > (NUM_REGIONS - 1) * REGION
+        assert pin(engine, "kept", KEPT[:3])
+        assert engine.stats().physical_bytes <= full - REGION
+        assert Ledger().load(engine, KEPT[:3]) == [Reason.OK] * 3
+
+
 @in_thirds
 def test_power_may_fail_anywhere_in_a_rescue(tmp_path: Path, third: int) -> None:
     """What was durable when it was pinned is found, after the crash and after what reclaim does
@@ -136,6 +148,21 @@ def test_a_failing_operation_loses_no_pinned_page(tmp_path: Path, name: str) -> 
             with running(tmp_path, SimulatedDevice(files), **LIMITS) as engine:
                 expect_kept(engine, f"{name} {at}, after a loss of power")
     assert num_tried > 5, "the faults come too early"
+
+
+def test_a_region_that_stays_loses_no_pin(tmp_path: Path) -> None:
+    """No file can be removed for a while: stores are dropped, and go on later."""
+    clock, device = Clock(1000.0), FaultyDevice(SimulatedDevice())
+    with running(tmp_path, device, clock=clock, **LIMITS) as engine:
+        workload(engine, [])
+        device.faults = [Fault(0, "unlink", times=1 << 30, error=errno.EACCES)]
+        fill(engine, 8000, 8)
+        expect_kept(engine, "nothing can be removed")
+        device.faults = []
+        clock.now += 100.0
+        fill(engine, 9000, 12)
+        expect_kept(engine, "it can again")
+        assert Ledger().load(engine, keys(range(9033, 9036))) == [Reason.OK] * 3
 
 
 def test_a_damaged_pin_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,8 @@ def test_a_failed_sync_stays_failed(tmp_path: Path, num_lost: int) -> None:
 def test_what_was_stored_becomes_durable_unasked(tmp_path: Path) -> None:
     device, ledger = SimulatedDevice(), Ledger()
     with running(tmp_path, device, sync_interval_s=0.01) as engine:
-        ledger.store(engine, keys(range(3)))
         files = device._names.values()
-        eventually(lambda: not device._name_changes and not any(f.unsynced for f in files))
-        check_after(tmp_path / "other", device.crash("drop"), ledger, ledger.acknowledged)
+        for start in (0, 3):
+            ledger.store(engine, keys(range(start, start + 3)))
+            eventually(lambda: not device._name_changes and not any(f.unsynced for f in files))
+            check_after(tmp_path / "other", device.crash("drop"), ledger, ledger.acknowledged)

@@ -157,7 +157,14 @@ def test_killed_picker_is_not_missed(front: Front, mocks: Mocks) -> None:
 
 def test_sigterm_lets_answers_end(mocks: Mocks, tmp_path: Path) -> None:
     mocks.well()
-    with Front.before(mocks, tmp_path) as front:
+    with Front.before(mocks, tmp_path) as front, front.connected() as kept:
+
+        def is_told() -> bool:
+            kept.request("GET", "/ready")
+            answer = kept.getresponse()
+            assert (answer.status, answer.read()) == (200, b"")
+            return answer.getheader("connection") == "close"
+
         for mock in mocks:
             mock.fails = "hang"
         found = []
@@ -165,7 +172,9 @@ def test_sigterm_lets_answers_end(mocks: Mocks, tmp_path: Path) -> None:
         asking.start()
         eventually(lambda: sum(mock.num_seen for mock in mocks.all) == 1)
         children = psutil.Process(front.process.pid).children()
+        assert not is_told()
         front.process.terminate()
+        eventually(is_told, "an answer says so")
 
         def is_closed() -> bool:
             with socket.socket() as probe:

@@ -91,6 +91,14 @@ def test_silent_guests_keep_no_other_out(sender: Prefill, receiver: Decode) -> N
     eventually(lambda: not sender.endpoint._peers._guests)
 
 
+def test_a_pull_of_unoffered_memory_fails_the_room(receiver: Decode) -> None:
+    with strange_prefill() as stranger:
+        opened = stranger.opened_by(receiver, [7])
+        pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
+        stranger.send(pull, np.array([0], "<i4").tobytes())
+        assert "cannot read" in receiver.events.wait_for("failed", 1)[2]
+
+
 @pytest.mark.parametrize("payload", [b"", b"\0\0\0", b"\xff\xff\xff\xff", b"\x40\0\0\0", bytes(8)])
 def test_a_pull_of_impossible_pages_fails_the_room(payload: bytes) -> None:
     with (
@@ -117,3 +125,17 @@ def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
         stranger.slab(opened, stranger.pool.pages([0]).tobytes())
         stranger.send(messages.Last(1, opened.generation, 1, []))
         receiver.events.wait_for("received", 1)
+
+
+def test_a_foreign_socket_is_not_talked_to(receiver: Decode) -> None:
+    """Of any program of this machine, which a client of decode may name."""
+    with (
+        strange_prefill() as stranger,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program,
+    ):
+        program.setblocking(False)
+        program.bind(name := f"\0other-program-{os.getpid()}")
+        program.listen()
+        stranger.opened_by(receiver, [7], door=name[1:])  # it went to the door before
+        with pytest.raises(BlockingIOError):
+            program.accept()

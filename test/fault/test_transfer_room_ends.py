@@ -112,6 +112,16 @@ def nothing_is_left(sender: Prefill, receiver: Decode) -> None:
     eventually(lambda: not receiver.endpoint._senders)
 
 
+def test_a_received_room_survives_losing_prefill() -> None:
+    with decode() as receiver:
+        with prefill() as sender:
+            bring(sender, receiver, "concluded")
+        receiver.events.wait_for("lost")
+        assert receiver.events.kinds(1) == ["received"]
+        receiver.endpoint.close_room(1)
+        eventually(lambda: not receiver.endpoint._senders and not receiver.endpoint.num_rooms)
+
+
 def test_late_slabs_of_an_earlier_room_never_land(receiver: Decode) -> None:
     with strange_prefill() as stranger:
         first = stranger.opened_by(receiver, [7])
@@ -141,6 +151,17 @@ def test_late_end_after_failure_is_no_success(receiver: Decode) -> None:
         assert (told.room, told.generation) == (1, opened.generation)
         assert "out of memory" in told.reason
         assert receiver.endpoint.stats.num_late == 1
+
+
+def test_rooms_without_request_are_bounded_and_end() -> None:
+    settings = replace(TCP, orphan_timeout_s=0.5, max_orphans=3)
+    with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
+        for room in range(4):
+            receiver.open(room, [sender], [0])
+        assert "whose requests never came" in receiver.events.wait_for("failed", 3)[2]
+        for room in range(3):
+            assert "no request reached prefill" in receiver.events.wait_for("failed", room)[2]
+        eventually(lambda: sender.endpoint.num_rooms == receiver.endpoint.num_rooms == 0)
 
 
 @pytest.mark.parametrize("copy", ["gather", "scatter"])

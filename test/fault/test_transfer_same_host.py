@@ -4,8 +4,11 @@ given to another request is never taken for the room's."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -73,6 +76,21 @@ def test_memory_that_cannot_be_read_is_sent(
     assert receiver.endpoint.stats.received_bytes == 2 * num_bytes
     # What was offered and cannot be read is asked for again, and the rest is sent at once.
     assert sender.endpoint.stats.num_resent == (was_read or what.startswith("offered"))
+
+
+def test_a_process_that_has_ended_is_not_read() -> None:
+    """Another has its number by then, perhaps."""
+    code = "import sys; from sglang_tiered.transfer.same_host import Door; door = Door();"
+    command = [sys.executable, "-c", code + "print(door.name, flush=True); sys.stdin.read()"]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        subprocess.Popen(command, **pipes) as child,
+        closing(PeerMemory(child.stdout.readline().strip(), b"t" * 16, 1)) as peer,
+    ):
+        assert peer.check() is None
+        child.kill()
+        child.wait(DEADLINE_S)
+        assert peer.check() == "the process has ended"
 
 
 @pytest.mark.parametrize("by", ["silence", "fail_room", "drop_room", "close"])

@@ -31,7 +31,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.messages import VERSION_FRAME
-from sglang_tiered.wire.keys import load_keys, make_keys
+from sglang_tiered.wire.keys import Tagger, load_keys, make_keys
 from sglang_tiered.wire.sockets import encode
 
 pytestmark = pytest.mark.timeout(60)
@@ -91,6 +91,18 @@ def test_an_impossible_welcome_fails_the_room(name: str, receiver: Decode) -> No
         receiver.open(1, [stranger.address], [0])
         stranger.welcome(**WELCOME_LIES[name])
         assert receiver.events.wait_for("failed", 1)[2]
+
+
+def test_a_second_hello_ends_the_first_session(sender: Prefill) -> None:
+    """Or its rooms would wait for ever."""
+    with strange_decode(sender.address) as stranger:
+        stranger.greet(instance=b"one")
+        sender.endpoint.expect_room(1)
+        stranger.open(1)
+        sender.events.wait_for("ready", 1)
+        stranger.greet(instance=b"two")
+        assert "connected anew" in sender.events.wait_for("failed", 1)[2]
+        assert sender.endpoint.num_sessions == len(sender.endpoint._peers._turns) == 1
 
 
 def test_a_session_whose_data_connections_never_come_ends(sender: Prefill) -> None:
@@ -191,6 +203,21 @@ def test_slabs_of_anothers_room_end_the_session(sender: Prefill, receiver: Decod
         sender.send(5, [5])
         receiver.events.wait_for("received", 5)
         assert np.array_equal(receiver.pool.pages([7]), sender.pool.pages([5]))
+
+
+def test_a_wrong_authenticator_lands_nothing(receiver: Decode) -> None:
+    """The checksum is no secret: who changes bytes on their way can make it anew."""
+    key = b"k" * 32
+    with strange_prefill() as stranger:
+        opened = stranger.opened_by(receiver, [7], key=key)
+        header = messages.Slab(1, opened.generation, 0, -1, 0, 4, 0, 1, 0, 0, 0)
+        for tag in (b"", b"x" * 16, Tagger(b"other").tag(encode(header))):
+            stranger.send(header, page(stranger), tag=tag)
+        eventually(lambda: receiver.endpoint.stats.num_forged == 3)
+        stranger.tell(messages.Failed(1, opened.generation, "line\n\x1b[31m" + "x" * 100_000))
+        told = receiver.events.wait_for("failed", 1)[2]
+        assert not receiver.pool.kv.any()
+        assert told.isprintable() and len(told) < 1000, "a reason goes to logs and clients"
 
 
 def test_a_room_missing_bytes_is_not_received(receiver: Decode) -> None:

@@ -17,10 +17,11 @@ from sglang_tiered.route.tokens import TokenReader
 
 
 def test_body_that_ends_with_trailers_is_picked_for(tmp_path: Path) -> None:
-    """Its last chunk does not say that it is the last."""
+    """Its last chunk does not say that it is the last. No byte of a header evades the pick."""
     head, body, end = Request(), Request(), Request()
     head.protocol_config.request_body_mode = FULL_DUPLEX
     head.request_headers.end_of_stream = False
+    head.request_headers.headers.headers.add(key="x-request-id", raw_value=b"\xff")
     body.request_body.body = b'{"prompt": [1, 2]}'
     end.request_trailers.SetInParent()
 

@@ -15,9 +15,11 @@ from route_mocks import Mock, Mocks
 
 from kit.waiting import eventually
 from sglang_tiered.policy.server_costs import EventSource, costs_key
+from sglang_tiered.route import fleet
 from sglang_tiered.route.envoy import CLUSTERS, read_members, write_members
 from sglang_tiered.route.fleet import Fleet, Member
 from sglang_tiered.route.source import Source
+from sglang_tiered.sharing import membership
 
 ENOUGH_BYTES = 32 << 20
 """More than the picker may take of any answer, less than a server can send before its deadline."""
@@ -277,6 +279,32 @@ def test_emptied_file_takes_no_server_away(
     (followed.folder / "servers").write_text("")
     eventually(lambda: "the servers stay as they are" in caplog.text)
     assert followed.member.is_up
+
+
+def test_redis_that_fails_takes_no_server_away(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one that forgot. What it does not name goes once it is down."""
+    told: list[Any] = [OSError("gone")]
+    num_read = 0
+
+    def read_servings(*_: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        if isinstance(told[-1], OSError):
+            raise told[-1]
+        return told[-1]
+
+    monkeypatch.setattr(membership, "read_servings", read_servings)
+    monkeypatch.setattr(fleet, "RESOLVE_S", 0.0)
+    followed.fleet._source = Source("redis://127.0.0.1:1")
+    for said in (told[0], []):
+        told.append(said)
+        seen = num_read
+        eventually(lambda seen=seen: num_read > seen + 2)
+        assert followed.member.is_up
+    followed.mocks.run(followed.server.die())
+    eventually(lambda: not followed.fleet.members)
 
 
 def test_unwritable_folder_ends_no_asking(followed: Followed) -> None:

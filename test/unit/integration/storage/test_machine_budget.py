@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,11 +16,12 @@ from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.storage.machine_budget import MachineBudget, check_budget
 from sglang_tiered.storage.base import Reason, Run
-from sglang_tiered.storage.machine_budget import BudgetRecords
+from sglang_tiered.storage.machine_budget import BudgetRecords, Table
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.format import region_name
 from sglang_tiered.storage.region.pins import PinRefusal
+from sglang_tiered.storage.region.reclaim import CapacityControl
 
 PAGE = 4096
 REGION = 64 * PAGE
@@ -150,6 +152,34 @@ def test_pins_of_a_lender_are_not_written_again(two: tuple[Store, Store]) -> Non
     a.engine.unpin("mine")
     rounds(b, two, 36, 2)
     assert a.capacity < 8 * REGION
+
+
+def test_a_record_covers_its_store_at_each_step(
+    two: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a death in between would leave more on the disk than the total."""
+    table_of, set_of, told = BudgetRecords.table, CapacityControl.set, dict[str, int]()
+
+    def look() -> None:
+        for store in two:
+            assert store.capacity <= told.get(store.budget._records.name, TOTAL), store.name
+
+    @contextlib.contextmanager
+    def table(records: BudgetRecords, *arguments: float) -> Iterator[Table]:
+        with table_of(records, *arguments) as found:
+            yield found
+        told.update((name, each.cap_bytes) for name, each in found.records.items())
+        look()
+
+    def set_capacity(control: CapacityControl, nbytes: int) -> None:
+        set_of(control, nbytes)
+        look()
+
+    monkeypatch.setattr(BudgetRecords, "table", table)
+    monkeypatch.setattr(CapacityControl, "set", set_capacity)
+    for busy in two:
+        rounds(busy, two, 32, 2)
+    assert len(told) == 2 and two[0].capacity < two[1].capacity
 
 
 def test_what_a_dead_store_had_comes_back(two: tuple[Store, Store], open_store: OpenStore) -> None:

@@ -11,6 +11,7 @@ from transfer_pair import Pool, Shape, indices
 from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.messages import Open
 from sglang_tiered.transfer.prefill.send_queue import (
+    MAX_UNCONFIRMED,
     SMALL_SLAB_BYTES,
     Chunk,
     Parcel,
@@ -74,6 +75,25 @@ def test_without_credit_nothing_is_gathered(queue: SendQueue) -> None:
     assert queue.credit_bytes == 0
     held = [parcel.buffer for parcel in queue.unconfirmed.values() if parcel.buffer is not None]
     assert sum(buffer.nbytes for buffer in held) == 10 * SMALL_SLAB_BYTES
+
+
+def test_messages_that_cost_no_credit_are_bounded(queue: SendQueue) -> None:
+    """What a socket cannot queue ends its session, with all rooms."""
+    for room in range(MAX_UNCONFIRMED + 9):
+        add(queue, [], room=room)
+    post_all(queue)
+    assert len(queue.unconfirmed) == MAX_UNCONFIRMED
+
+
+def test_an_overtaken_slab_is_missed_in_busy_sessions(queue: SendQueue) -> None:
+    """Confirmations of other rooms say nothing of it, and without it its room would wait."""
+    for room in (1, 2):
+        add(queue, [room], room=room, is_last=False)
+    slab, other = post(queue), post(queue)
+    queue.confirm(other.key, 5.0)
+    assert queue.quiet_since == 0.0
+    queue.confirm(slab.key, 6.0)
+    assert queue.quiet_since == 6.0
 
 
 def test_dropped_room_returns_its_credit(queue: SendQueue) -> None:
