@@ -279,6 +279,12 @@ def test_emptied_file_takes_no_server_away(
     assert followed.member.is_up
 
 
+def test_server_that_has_moved_is_not_kept(followed: Followed) -> None:
+    fleet, server = followed.fleet, followed.server
+    assert fleet._forgotten({}) == {server.address: server.url}
+    assert fleet._forgotten({"192.0.2.1:80": server.url}) == {}
+
+
 def test_unwritable_folder_ends_no_asking(followed: Followed) -> None:
     aside = followed.folder.with_name("aside")
     followed.folder.rename(aside)
