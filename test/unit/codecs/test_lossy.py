@@ -172,17 +172,19 @@ def test_latent_page_is_quantized(name: str, order: str) -> None:
     assert (back - values).abs().max() < 0.2
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "sentence"),
-    [
-        *((name, "uint8", "this one holds uint8") for name in LOSSY_CODEC_NAMES),
-        *((name, "bfloat16", "is not known") for name in LOSSY_CODEC_NAMES),
-        *((name, "uint8", "the codec is") for name in ("gzip", "none", "")),
-    ],
-)
-def test_page_that_a_codec_cannot_read_is_refused(name: str, dtype: str, sentence: str) -> None:
+LENGTHS = {"num_layers": 1, "page_size": 64, "num_heads": 1, "head_dim": 64}
+FLOAT8 = PageLayout.kv(dtype="float8_e4m3fn", **LENGTHS)
+UNREADABLE = {
+    **{(name, "is not known"): PageLayout.unknown("bfloat16") for name in LOSSY_CODEC_NAMES},
+    **{(name, "this one holds float8"): FLOAT8 for name in LOSSY_CODEC_NAMES},
+    **{(name, "the codec is"): PageLayout.unknown() for name in ("gzip", "none", "")},
+}
+
+
+@pytest.mark.parametrize(("name", "sentence"), UNREADABLE)
+def test_page_that_a_codec_cannot_read_is_refused(name: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        make_codec(name, PageLayout.unknown(dtype))
+        make_codec(name, UNREADABLE[name, sentence])
 
 
 def test_layouts_have_different_digests() -> None:
