@@ -247,6 +247,12 @@ def test_servers_learn_no_operators_key(followed: Followed) -> None:
     assert keys == {f"Bearer {costs_key('secret')}"} != {"Bearer secret"}
 
 
+def test_server_that_has_moved_is_not_kept(followed: Followed) -> None:
+    fleet, server = followed.fleet, followed.server
+    assert fleet._forgotten({}) == {server.address: server.url}
+    assert fleet._forgotten({"192.0.2.1:80": server.url}) == {}
+
+
 def test_slow_answers_leave_a_server_ready(followed: Followed) -> None:
     """At overload the process that tells costs is busy with prompts."""
 
@@ -277,12 +283,6 @@ def test_emptied_file_takes_no_server_away(
     (followed.folder / "servers").write_text("")
     eventually(lambda: "the servers stay as they are" in caplog.text)
     assert followed.member.is_up
-
-
-def test_server_that_has_moved_is_not_kept(followed: Followed) -> None:
-    fleet, server = followed.fleet, followed.server
-    assert fleet._forgotten({}) == {server.address: server.url}
-    assert fleet._forgotten({"192.0.2.1:80": server.url}) == {}
 
 
 def test_unwritable_folder_ends_no_asking(followed: Followed) -> None:
