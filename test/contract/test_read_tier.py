@@ -187,6 +187,16 @@ def test_a_callback_sees_complete_reasons(place: Place, make_run: MakeRun) -> No
     assert seen == [[Reason.OK] * 3]
 
 
+def test_what_was_purged_is_hidden_at_once(place: Place, make_run: MakeRun) -> None:
+    run, tenant = make_run(13, [4096] * 3), b"t" * 16
+    place.store(Run(run.keys, run.pages, tenant))
+    assert place.tier.lookup(run.keys).num_hits == 3
+    purge = place.tier.erase(Erasure(tenant=tenant))
+    assert place.tier.contains(run.keys) == [False] * 3
+    assert is_true(purge, TIMEOUT_S)
+    assert place.tier.lookup(run.keys).num_hits == 0
+
+
 def test_a_forgotten_page_is_hidden_until_stored_again(place: Place, make_run: MakeRun) -> None:
     run = make_run(16, [4096] * 4)
     place.store(run)

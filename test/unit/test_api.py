@@ -72,6 +72,7 @@ def test_server_takes_what_a_client_sends(name: str, bodies: list[dict[str, Any]
 @pytest.mark.parametrize(
     ("call", "body", "sentence"),
     [
+        (CheckpointCall, [], "the body must be a JSON object of extra_key, cache_salt, rid"),
         (CheckpointCall, {}, "pass exactly one of rid, conversation_id, text, input_ids$"),
         (CheckpointCall, {"rid": "r", "text": "t"}, "exactly one of"),
         (CheckpointCall, {"conversation_id": "\xe9" * 257}, "has 514 bytes, more than 512; short"),
@@ -83,11 +84,15 @@ def test_server_takes_what_a_client_sends(name: str, bodies: list[dict[str, Any]
         (CheckpointCall, {"text": "t", "prompt": "u"}, "'prompt' is unknown here; pass .*, tier$"),
         (CheckpointCall, {"text": "a\ud800"}, "text has half of a surrogate pair at character 1"),
         (PinCall, {"rid": "r", "ttl": 0}, r"ttl 0 is refused .expected float > 0.0.; pass seconds"),
+        (CheckpointCall, {"text": "t", "\ud800": 1}, r"'\\ud800' is unknown"),
+        (CheckpointCall, {"text": "t", "tier": "\ud800"}, "tier has half of a surrogate"),
+        (PinCall, {"rid": "r", "ttl": float("nan")}, "ttl nan is refused"),
         (PinCall, {"rid": "r", "ttl": 10**5000}, "ttl of too many digits is refused"),
         (UnpinCall, {"name": "n", "rid": "r"}, "exactly one of name, rid"),
         (PrefetchCall, {"rid": "r", "wait_s": 30.1}, "wait_s 30.1 .*expected float <= 30"),
         (ForgetCall, {"rid": "r", "keep_tokens": 1 << 23}, "<= 4194304.; pass leading tokens that"),
         (PurgeCall, {}, 'pass extra_key, cache_salt or both, or "all": true alone$'),
+        (PurgeCall, {"all": False}, '"all": true alone$'),
         (PurgeCall, {"all": True, "extra_key": "a"}, '"all": true alone$'),
         (TenantsCall, {"limt": 1}, "'limt' is unknown here; pass limit$"),
         (ConversationsCall, {"after": "x" * (1 + (1 << 18))}, "after 'x.* of length 262145"),

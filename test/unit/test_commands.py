@@ -1,4 +1,4 @@
-"""``sglang-tiered`` lists the commands that there are."""
+"""``sglang-tiered`` lists the commands that there are, and says its versions."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ def test_list_names_exactly_the_runnable_modules() -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
     shown = [line.split()[:2] for line in ended.stdout.splitlines()]
     assert shown[: len(COMMANDS)] == [["sglang-tiered", name] for name in COMMANDS]
+
+
+def test_version_says_what_a_bug_report_needs() -> None:
+    ended = ran(sys.executable, "-m", "sglang_tiered", "--version")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    told = [line.split()[:2] for line in ended.stdout.splitlines()]
+    assert told[0] == ["sglang-tiered", sglang_tiered.__version__]
+    assert [name for name, _ in told[1:4]] == ["sglang", "torch", "Python"]
 
 
 def test_list_of_servers_is_not_overwritten(tmp_path: Path) -> None:

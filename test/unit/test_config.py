@@ -13,6 +13,7 @@ from sglang_tiered.config import (
     NvmeConfig,
     TieredConfig,
     TierMode,
+    default_region_bytes,
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import values_of
@@ -90,6 +91,24 @@ def test_impossible_settings_are_one_sentence(make: Callable[[], object], senten
     with pytest.raises(ConfigError, match=sentence) as refused:
         make()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("room", "capacity", "max_regions", "region"),
+    [
+        (256 * MiB, 0, 1 << 20, 32 * MiB),  # several to evict by
+        (1, 0, 1 << 20, 4 * MiB),
+        (16 * 1024 * GiB, 16 * 1024 * GiB, 1 << 20, 4 * GiB),
+        (256 * GiB, 256 * GiB, 512, 512 * MiB),
+        (GiB // 8, 256 * GiB, 16384, 16 * MiB),  # a small share of a tenant
+        (256 * MiB, 256 * MiB, -3, 128 * MiB),
+    ],
+)
+def test_regions_are_fewer_than_open_files_allowed(
+    room: int, capacity: int, max_regions: int, region: int
+) -> None:
+    bounds = {"capacity_bytes": capacity, "max_regions": max_regions}
+    assert default_region_bytes(room, **bounds) == region
 
 
 def test_a_mangled_configuration_does_not_leak_its_password() -> None:

@@ -47,3 +47,17 @@ def test_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match="it belongs to another user"):
         RequestLogConfig(path=str(path)).check()
+
+
+def test_replicas_share_no_file(tmp_path: Path) -> None:
+    config = RequestLogConfig(path=str(tmp_path / "log"), num_replicas=2)
+    assert [config.file_of(number).name for number in range(2)] == ["log.replica0", "log.replica1"]
+
+
+def test_file_that_cannot_be_renamed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its size every line would be lost."""
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)  # root may write anywhere
+    with pytest.raises(ConfigError, match="its directory does not let it be renamed"):
+        RequestLogConfig(path=str(tmp_path / "requests.jsonl")).check()

@@ -176,7 +176,22 @@ def test_answers_judged_whole_do_not_go_on(server: Generator, name: str) -> None
     with pytest.raises(RequestError, match=f"broke after 2 tokens .* as {name} is judged"):
         generate("sync", server.url, sampling)
     assert len(server.asked) == 1
+    server.lives += [0]  # of this one nothing came
     assert ids_of(generate("sync", server.url, sampling)) == following(PROMPT, 12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refusals_are_not_repeated(server: Generator, kind: str) -> None:
+    server.lives += [(400, {"error": {"message": "input is too long"}})]
+    with pytest.raises(RequestError, match="answered 400.*input is too long"):
+        generate(kind, server.url, GREEDY)
+    assert len(server.asked) == 1
+
+
+def test_several_answers_at_once_are_not_asked_for(server: Generator) -> None:
+    with pytest.raises(RequestError, match="n 2 is more than one answer"):
+        generate("sync", server.url, {**GREEDY, "n": 2})
+    assert not server.asked
 
 
 def test_aborted_answers_of_a_draining_server_go_on(server: Generator) -> None:

@@ -13,7 +13,9 @@ from sglang_tiered.codecs import (
     SegmentLayout,
     make_codec,
 )
+from sglang_tiered.codecs.dtypes import float32_to_bytes
 from sglang_tiered.codecs.encoded import HEADER_BYTES, METHOD_FP8, METHOD_INT8, unpack_header
+from sglang_tiered.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 METHODS = {"fp8": METHOD_FP8, "int8": METHOD_INT8}
@@ -66,6 +68,23 @@ def test_fp8_rounds_as_torch_does(dtype: str, exponent: int) -> None:
     rows = values.to(getattr(torch, dtype)).reshape(-1, 16)
     codec = make_codec("fp8", column(dtype, len(rows), 16))
     assert torch.equal(through(codec, rows), reference_fp8(rows))
+
+
+def test_fp8_groups_are_scaled_one_by_one() -> None:
+    rows = torch.randn(8, 40, generator=torch.Generator().manual_seed(1))
+    rows = (rows * 2.0 ** -(16 * (torch.arange(40) // 16))).bfloat16()
+    back = through(make_codec("fp8", column("bfloat16", 8, 40)), rows)
+    for start in range(0, 40, 16):
+        expected = reference_fp8(rows[:, start : start + 16])
+        assert torch.equal(back[:, start : start + 16], expected)
+
+
+def test_float32_becomes_bfloat16_as_in_torch() -> None:
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(7))
+    bits = values.view(torch.int32)
+    bits[::2] = bits[::2] & ~0xFFFF | 0x8000  # ties
+    plain = torch.from_numpy(float32_to_bytes(values.numpy(), "bfloat16"))
+    assert torch.equal(plain.view(torch.bfloat16), values.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -151,6 +170,21 @@ def test_latent_page_is_quantized(name: str, order: str) -> None:
     values = torch.randn(2 * 64 * 72, generator=torch.Generator().manual_seed(6)).bfloat16()
     back = through(make_codec(name, layout), values)
     assert (back - values).abs().max() < 0.2
+
+
+LENGTHS = {"num_layers": 1, "page_size": 64, "num_heads": 1, "head_dim": 64}
+FLOAT8 = PageLayout.kv(dtype="float8_e4m3fn", **LENGTHS)
+UNREADABLE = {
+    **{(name, "is not known"): PageLayout.unknown("bfloat16") for name in LOSSY_CODEC_NAMES},
+    **{(name, "this one holds float8"): FLOAT8 for name in LOSSY_CODEC_NAMES},
+    **{(name, "the codec is"): PageLayout.unknown() for name in ("gzip", "none", "")},
+}
+
+
+@pytest.mark.parametrize(("name", "sentence"), UNREADABLE)
+def test_page_that_a_codec_cannot_read_is_refused(name: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make_codec(name, UNREADABLE[name, sentence])
 
 
 def test_layouts_have_different_digests() -> None:

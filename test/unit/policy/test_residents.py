@@ -108,7 +108,8 @@ def test_rotation_larger_than_the_tier_still_hits() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["offer", "evict", "give_up"]), st.integers(0, 20)), max_size=80
+        st.tuples(st.sampled_from(["offer", "evict", "give_up", "clear"]), st.integers(0, 20)),
+        max_size=80,
     )
 )
 def test_books_balance_whatever_happens(operations: list[tuple[str, int]]) -> None:
@@ -125,6 +126,9 @@ def test_books_balance_whatever_happens(operations: list[tuple[str, int]]) -> No
                 pinned.add(number)
         elif operation == "evict":
             residents.note_eviction(number * 1000)
+        elif operation == "clear":
+            residents.clear()
+            pinned.clear()
         else:
             pinned.discard(residents.evict_chain() or -1)
             pinned -= {chain for chain in pinned if chain not in residents}

@@ -249,6 +249,12 @@ def test_servers_learn_no_operators_key(followed: Followed) -> None:
     assert keys == {f"Bearer {costs_key('secret')}"} != {"Bearer secret"}
 
 
+def test_server_that_has_moved_is_not_kept(followed: Followed) -> None:
+    fleet, server = followed.fleet, followed.server
+    assert fleet._forgotten({}) == {server.address: server.url}
+    assert fleet._forgotten({"192.0.2.1:80": server.url}) == {}
+
+
 def test_slow_answers_leave_a_server_ready(followed: Followed) -> None:
     """At overload the process that tells costs is busy with prompts."""
 

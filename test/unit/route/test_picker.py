@@ -236,6 +236,13 @@ def test_late_request_is_refused_unless_a_server_rests(world: World) -> None:
     assert world.pick(prompt_of(100_000), soon), "a prediction may be wrong"
 
 
+def test_replica_is_named(world: World) -> None:
+    member, prompt = world.add(num_ranks=2), prompt_of()
+    world.fleet.index.store(member.replicas[1].place, DEVICE, prompt.keys(PAGE))
+    picked = world.pick(prompt)
+    assert picked.headers()["x-override-routed-dp-rank"] == "1" and picked.targets == [member]
+
+
 def test_pair_computes_and_answers(world: World) -> None:
     prefills = [world.add(role="prefill", bootstrap_port=8998) for _ in range(2)]
     full = world.add(role="decode", device=Room(4000, 4096))

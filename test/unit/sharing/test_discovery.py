@@ -1,4 +1,4 @@
-"""Where other servers are: what names none, and what does not resolve."""
+"""Where other servers are: what names some or none, and what does not resolve."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from kit.waiting import eventually
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.sharing.addresses import Target, parse_targets
 from sglang_tiered.sharing.sync import PeerDiscovery
+
+
+def test_servers_are_named_by_host_and_port() -> None:
+    named = [Target("192.0.2.5", 31000), Target("kv.svc", 9), Target("2001:db8::1", 9)]
+    assert list(parse_targets("192.0.2.5:31000, dns://kv.svc:9,kv.svc:9,[2001:db8::1]:9,")) == named
 
 
 @pytest.mark.parametrize(
@@ -22,19 +27,20 @@ def test_what_names_no_server_is_one_sentence(text: str) -> None:
 
 def test_a_name_that_does_not_resolve_ends_nothing() -> None:
     """Neither at the start nor later, and others are found meanwhile."""
-    targets = [Target("no-such-host.invalid", 1), Target("127.0.0.1", 2)]
+    targets = [Target("no-such-host.invalid", 1), Target("127.0.0.1", 65_534)]
+    both = ["tcp://127.0.0.1:65534", "tcp://127.0.0.1:65535"]  # of ranks; there is no third
     told: list[tuple[list[str], bool]] = []
     one = PeerDiscovery(
-        targets, (0,), membership=None, found=lambda *found: told.append(found), every_s=0.02
+        targets, (0, 1, 2), membership=None, found=lambda *found: told.append(found), every_s=0.02
     )
     try:
-        eventually(lambda: told[-1:] == [(["tcp://127.0.0.1:2"], False)])
+        eventually(lambda: told[-1:] == [(both, False)])
         assert "no-such-host.invalid:1 is not found" in one.trouble
         # What was known stays known once its name is gone.
         one._known["no-such-host.invalid:1"] = ["tcp://192.0.2.1:1"]
-        eventually(lambda: told[-1] == (["tcp://192.0.2.1:1", "tcp://127.0.0.1:2"], True))
+        eventually(lambda: told[-1] == (["tcp://192.0.2.1:1", *both], True))
         assert one.num_failures > 1
         targets.pop(0)
-        eventually(lambda: told[-1] == (["tcp://127.0.0.1:2"], True) and one.trouble == "")
+        eventually(lambda: told[-1] == (both, True) and one.trouble == "")
     finally:
         one.close()

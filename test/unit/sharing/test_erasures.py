@@ -147,6 +147,23 @@ def test_what_is_durable_is_known_after_a_restart(shelf: Shelf) -> None:
     again.check_integrity()
 
 
+@pytest.mark.parametrize("damage", [b"", b"nonsense"])
+def test_an_unknown_note_is_no_note(shelf: Shelf, damage: bytes) -> None:
+    shelf.note_erased((), [Note(b"n" * 16, shelf.wall + 9, damage)])
+    assert len(shelf.open()) == 0
+
+
+def test_what_went_with_its_age_is_applied_once(shelf: Shelf) -> None:
+    """Whoever still has it tells it, and pages were stored since."""
+    book = shelf.open()
+    _, told = book.begin(Erasure(tenant=b"a" * 16))
+    for seconds, num_known in ((RETENTION_S - 1, 1), (2, 0)):
+        shelf.pass_time(seconds)
+        book.settle(None)
+        assert len(book) == num_known
+    assert book.unknown(told) == []
+
+
 def test_a_clock_set_back_keeps_nothing_for_ever(shelf: Shelf) -> None:
     book = shelf.open()
     book.begin(Erasure(), ended(True))

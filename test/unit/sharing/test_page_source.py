@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from page_peers import Wanted, page_client, page_server
 
+from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run, make_soft_run, page_data, soft_encoding
 from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S
 from sglang_tiered.checksummed import page_checksum
-from sglang_tiered.sharing.page_source import PageSource
+from sglang_tiered.sharing.page_source import BufferPool, PageSource
+from sglang_tiered.sharing.pages.landing import PageOutcome
 from sglang_tiered.storage.base import Erasure, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
+from sglang_tiered.storage.region.device import FileDevice
 
 SIZES = (4096, 100, 65_536, 5000, (4096, 1, 8191))
 
@@ -121,6 +126,32 @@ def test_what_no_load_would_get_is_not_served(
 
         source._submit = erase_first
     assert read(source, run.keys, lengths) == [first if what == "damaged" else None, None]
+
+
+@pytest.mark.parametrize("is_well", [True, False])
+def test_an_outage_is_no_miss(tmp_path: Path, is_well: bool) -> None:
+    """Who asks would take what is held here for gone, and hear nothing else of it."""
+    (tmp_path / "store").mkdir(mode=0o700)
+    device = FaultyDevice(FileDevice(tmp_path / "store"))
+    region, run = open_region(tmp_path / "store", device=device), make_run(1, SIZES)
+    pages = dict(zip(run.keys, map(bytes, stored(region, run)), strict=True))
+    if is_well:
+        device.faults = [Fault(at=0, operation="readv", times=1000, error=errno.EIO)]
+    else:
+        region._health.fault("a test wants it")
+    with page_server({}, namespace=NAMESPACE) as (server, _), page_client() as client:
+        server._reader = PageSource.of_region(region, max_free_bytes=1 << 20)
+        wanted = Wanted(client, server.port, pages, namespace=NAMESPACE)
+        assert wanted.wait() == [PageOutcome.BUSY] * len(pages)
+        assert server.held_bytes == 0
+    region.close()
+
+
+def test_idle_read_memory_is_bounded() -> None:
+    memory = BufferPool(max_free_bytes=1 << 20)
+    for buffer in [memory.borrow_buffer(300_000) for _ in range(9)]:
+        memory.return_buffer(buffer)
+    assert 0 < memory._free_bytes <= 1 << 20
 
 
 def test_a_read_that_fails_keeps_nobody_waiting() -> None:

@@ -16,12 +16,17 @@ from page_peers import (
     page_server,
 )
 
+from server_process import free_port
 from sglang_tiered.sharing.mirror import Peer
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.peer_tier import PeerLoader
 from sglang_tiered.storage.base import Reason, Run
 
 PAGES = make_pages(1, [4096, 5000])
+
+
+def blank() -> Run:
+    return Run(tuple(PAGES), tuple((memoryview(bytearray(len(p))),) for p in PAGES.values()))
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
@@ -37,8 +42,7 @@ def test_a_holder_that_failed_is_not_asked_again(is_silent: bool, is_alone: bool
             avoid=lambda server, seconds: told.append((server, "avoid")),
         )
         loader = PeerLoader(mirror, client, time.monotonic)  # type: ignore[arg-type]
-        run = Run(tuple(PAGES), tuple((memoryview(bytearray(len(p))),) for p in PAGES.values()))
-        job = loader.submit(run, NAMESPACE, deadline_s=0.2 if is_silent else None)
+        job = loader.submit(blank(), NAMESPACE, deadline_s=0.2 if is_silent else None)
         asked = liar.hear()
         if not is_silent:
             liar.say(messages.Found(asked.number, [None] * 2))
@@ -47,3 +51,17 @@ def test_a_holder_that_failed_is_not_asked_again(is_silent: bool, is_alone: bool
         served = Reason.MISS if is_alone else Reason.OK
         assert job.reasons == [Reason.IO_ERROR if is_silent else served] * 2
         assert other.stats.num_requests == (not is_silent and not is_alone)
+
+
+def test_lost_holder_is_avoided_with_growing_pauses() -> None:
+    gone, pauses = Peer("gone", f"tcp://{HOST}:{free_port()}"), list[float]()
+    mirror = SimpleNamespace(
+        find=lambda keys: [gone] * len(keys),
+        avoid=lambda server, seconds: pauses.append(seconds),
+    )
+    with page_client() as client:
+        loader = PeerLoader(mirror, client, time.monotonic)  # type: ignore[arg-type]
+        for _ in range(9):
+            job = loader.submit(blank(), NAMESPACE, deadline_s=None)
+            assert job.wait(DEADLINE_S) and job.reasons == [Reason.IO_ERROR] * 2
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]

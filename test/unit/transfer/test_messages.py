@@ -1,4 +1,4 @@
-"""What the README says of the messages is what they are, and each field is bounded."""
+"""What the README says of the messages is what they are; each field is bounded, and each reason."""
 
 from __future__ import annotations
 
@@ -71,3 +71,13 @@ def test_every_field_of_a_message_is_bounded() -> None:
     layout.page_bytes.append(1)
     with pytest.raises(TransferError, match="length <= 4096"):
         sockets.decode(sockets.encode(hello), messages.control_from_decode)
+
+
+def test_reasons_of_a_peer_fit_a_line() -> None:
+    assert sockets.printable("a\nb\x00c\u202e") == "a b c "
+    assert len(sockets.printable("x" * 9999)) == sockets.MAX_REASON
+    with pytest.raises(TransferError, match=f"version 12 .* version {messages.VERSION};"):
+        messages.check_version(b"sgt-kv/12", "a peer")
+    with pytest.raises(TransferError) as refusal:
+        messages.check_version(b"sgt-kv/\x1b[31m\n", "a peer")
+    assert str(refusal.value).isprintable()

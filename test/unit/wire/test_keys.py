@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.wire.keys import TAG_BYTES, Tagger, load_keys, make_keys, new_session_key
+from sglang_tiered.wire.keys import PEER, TAG_BYTES, Tagger, load_keys, make_keys, new_session_key
 
 
 def test_each_role_loads_pair_and_peer_key(tmp_path: Path) -> None:
@@ -61,6 +61,12 @@ def test_a_file_that_is_no_key_is_refused(content: str, name: str, tmp_path: Pat
         load_keys(tmp_path, "prefill")
 
 
+@pytest.mark.parametrize("role", ["prefill", PEER])
+def test_keys_that_cannot_be_looked_for_are_told(role: str) -> None:
+    with pytest.raises(ConfigError, match=r"-keys x+ cannot be read \(File name too long\)"):
+        load_keys(Path("x" * 300), role)
+
+
 def test_authenticator_binds_key_and_part_boundaries() -> None:
     tagger = Tagger(b"k" * 32)
     tag = tagger.tag(b"ab", b"c")
@@ -71,6 +77,7 @@ def test_authenticator_binds_key_and_part_boundaries() -> None:
     assert not Tagger(b"j" * 32).is_right(tag, b"ab", b"c")
     assert not tagger.is_right(b"", b"ab", b"c")
     assert not tagger.is_right(tag[:-1], b"ab", b"c")
+    assert not Tagger(b"").is_right(tag, b"ab", b"c"), "nor is any right without a key"
 
 
 def test_each_session_has_a_fresh_key(tmp_path: Path) -> None:

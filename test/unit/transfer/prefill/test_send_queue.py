@@ -1,4 +1,4 @@
-"""The queue to one decode rank: credit, and what a room leaves behind; no sockets."""
+"""The queue to one decode rank: credit, resends and what a room leaves behind; no sockets."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from sglang_tiered.transfer.messages import Open
 from sglang_tiered.transfer.prefill.send_queue import (
     MAX_UNCONFIRMED,
     SMALL_SLAB_BYTES,
+    TARGET_SLAB_BYTES,
     Chunk,
     Parcel,
     SendQueue,
     SlabBuffers,
 )
-from sglang_tiered.transfer.same_host import Fence
+from sglang_tiered.transfer.same_host import MAX_PULL_BYTES, Fence
 from sglang_tiered.transfer.wire_codec import WireCodec
 from sglang_tiered.wire.keys import Tagger
 
+PAGE_BYTES = 4 * 512
 POOL = Pool(Shape(), 1)  # kept: its memories only know addresses
 
 
@@ -113,6 +115,60 @@ def test_dropped_room_returns_its_credit(queue: SendQueue) -> None:
     assert list(queue.rooms) == [2]
 
 
+def test_pages_beyond_decodes_room_are_not_sent(queue: SendQueue) -> None:
+    add(queue, [1, 2, 3, 4, 5], start=2)
+    assert post(queue).frames[3].nbytes == 2 * PAGE_BYTES
+
+
+def test_damaged_slab_is_resent_boundedly(queue: SendQueue) -> None:
+    add(queue, [1])
+    slab = post(queue)
+    for _ in range(3):
+        assert queue.resend(slab.key, 0.0)
+        assert post(queue) is slab
+    assert queue.credit_bytes == 9 * SMALL_SLAB_BYTES, "it takes its credit once"
+    assert not queue.resend(slab.key, 0.0)
+    assert queue.credit_bytes == 10 * SMALL_SLAB_BYTES
+    assert not queue.unconfirmed, "or the session would end for want of its confirmation"
+
+
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_failed_pull_becomes_a_slab_of_that_number(queue: SendQueue, is_freed: bool) -> None:
+    """Unless its pages are another's by now."""
+    queue.pull_tagger, fence = Tagger(b"k"), Fence()
+    add(queue, [1, 2], fence, is_last=False)
+    pull = post(queue)
+    assert pull.buffer is None
+    if is_freed:
+        fence.close()
+    assert queue.resend(pull.key, 0.0)
+    slab = queue.next_parcel()
+    assert (slab is None) == is_freed
+    assert slab is None or (slab.key == pull.key and slab.frames[3].nbytes == 2 * PAGE_BYTES)
+    assert queue.pull_tagger is None, "nor is another pull tried"
+
+
+def test_failed_pulls_hold_no_more_than_the_window() -> None:
+    """A pull takes less credit than its slab: instead of a window's, four windows were held."""
+    pool = Pool(Shape(num_layers=1, page_size=64, num_pages=64, num_heads=8, head_bytes=1024), 1)
+    pairs, window = pair_buffers(pool.layout, pool.layout), 2 * MAX_PULL_BYTES
+    buffers = SlabBuffers(pool.memories.kv.new_buffer)
+    queue = SendQueue(pool.memories, pairs, 64, Tagger(b""), buffers, window, None, Tagger(b"k"))
+    for room in range(2):
+        queue.add_chunk(opened(room, 32), Chunk(indices(range(32)), 0, True), Fence())
+    post_all(queue)
+    for key in [key for key, parcel in queue.unconfirmed.items() if not parcel.is_last]:
+        assert queue.resend(key, 0.0)
+    post_all(queue)
+    while queue.unconfirmed:
+        held = [one.buffer for one in queue.unconfirmed.values() if one.buffer is not None]
+        assert sum(buffer.nbytes for buffer in held) <= window + MAX_PULL_BYTES
+        for key in list(queue.unconfirmed):
+            queue.confirm(key, 0.0)
+        post_all(queue)
+    assert queue.credit_bytes == window
+
+
 class Shortener(WireCodec):
     """Encodes into memory of its own, which is as long as a buffer and cannot be written."""
 
@@ -138,3 +194,11 @@ def test_encoded_slab_is_no_buffer_for_the_next(queue: SendQueue) -> None:
     queue.confirm(slab.key, 0.0)
     held = [queue.buffers.borrow_buffer(1) for _ in range(3)]
     assert all(buffer.flags.writeable for buffer in held)
+
+
+def test_idle_buffers_are_bounded_of_each_size() -> None:
+    buffers = SlabBuffers(lambda size: np.empty(size, np.uint8), 2 * TARGET_SLAB_BYTES)
+    for size in (SMALL_SLAB_BYTES, TARGET_SLAB_BYTES):
+        for buffer in [buffers.borrow_buffer(size) for _ in range(9)]:
+            buffers.return_buffer(buffer)
+        assert sum(one.nbytes for one in buffers._free[size]) == TARGET_SLAB_BYTES
