@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ import yaml
 from dockerfile_parse import DockerfileParser
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,6 +179,27 @@ def read_dockerfile(path: Path = DEPLOY / "Dockerfile") -> tuple[dict[str, str],
             key, _, default = value.partition("=")
             arguments[key] = default
     return arguments, stages
+
+
+_READ_ELSEWHERE = {"SGLANG_TIERED_INDEX_URL", "HF_HOME", "REDISCLI_AUTH", "AWS_REGION"}
+_READ_ELSEWHERE |= {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}  # by libraries
+_READERS = (
+    "sglang.srt.environ",
+    "sglang.srt.utils.network",
+    "sglang_tiered.storage.bucket.requests",
+)
+
+
+def unread(variables: Iterable[str], script: str = "") -> list[str]:
+    """Those that neither SGLang nor this package nor the script reads."""
+    sources = [Path(str(find_spec(name).origin)) for name in _READERS]  # type: ignore[union-attr]
+    text = script + "".join(path.read_text(encoding="utf-8") for path in sources)
+    named = r'\b{0} = Env|"{0}"|\${0}\b|{{owner}}{1}"'
+    return [
+        name
+        for name in set(variables) - _READ_ELSEWHERE
+        if not re.search(named.format(name, name.removeprefix("AWS")), text)
+    ]
 
 
 def words_of(value: str) -> list[str]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,31 @@ def test_every_metric_is_shown_by_its_exported_name() -> None:
     assert asked_for <= EXPORTED.keys()
     shown = {EXPORTED[name] for name in asked_for}
     assert [metric.name for metric in EXPORTED.values() if metric not in shown] == []
+
+
+def test_what_panels_select_by_exists() -> None:
+    """A panel of a label or a value that no series has is empty, and looks as if all were well."""
+    common = {"instance", "model_name", "tp_rank", "dp_rank", "pp_rank", "le"}
+    for text in expressions():
+        for name, selectors in re.findall(rf"({PREFIX}\w+)\{{(.*?)\}}", text):
+            metric = EXPORTED[name]
+            known = [(*one.labels, *keys) for one in metric.sources for keys in one.known]
+            by = ", ".join(re.findall(r"by \(([\w, ]+)\)", text))
+            chosen = re.findall(r'(\w+)=~?"(.*?)"', selectors)
+            labels = {label for label, _ in chosen} | set(filter(None, by.split(", ")))
+            assert labels <= common | set(metric.labels), text
+            for label, value in chosen:
+                if label in metric.labels and not value.startswith("$"):
+                    values = {keys[metric.labels.index(label)] for keys in known}
+                    values = set(metric.tiers) if label == "tier" else values
+                    assert set(value.split("|")) <= values, text
+    # Prometheus 2 sees ``sglang_`` where SGLang says ``sglang:``.
+    collector = find_spec("sglang.srt.observability.metrics_collector")
+    source = Path(str(collector and collector.origin)).read_text(encoding="utf-8")
+    every = " ".join(expressions())
+    assert "sglang[:_]" in every and "sglang:" not in every
+    named = {name.removesuffix("_bucket") for name in re.findall(r"sglang\[:_\](\w+)", every)}
+    assert not [name for name in named if f'"sglang:{name}"' not in source]
 
 
 @pytest.mark.parametrize(

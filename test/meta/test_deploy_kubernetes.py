@@ -13,11 +13,14 @@ import kubernetes_validate
 import msgspec
 import pytest
 import yaml
-from deployed import DEPLOY, SECRETS, read_dockerfile, read_services
-from deployed_flags import LAUNCHER, ROUTER, launcher_flags, problem_of_command
-from manifest_kinds import OWN
+from deployed import DEPLOY, SECRETS, read_dockerfile, read_services, unread
+from deployed_flags import LAUNCHER, ROUTER, launcher_flags, ports_of, problem_of_command
+from manifest_kinds import OWN, Kustomization
 
+from kit.commands import ran
 from sglang_tiered.flags import parse_bytes
+from sglang_tiered.route.envoy import OWN_HEADERS
+from sglang_tiered.route.source import Source
 from sglang_tiered.wire.keys import PEER, ROLES, load_keys, make_keys
 
 FOLDER = DEPLOY / "kubernetes"
@@ -66,6 +69,30 @@ def test_manifests_keep_to_their_schemas(version: str) -> None:
             kubernetes_validate.validate(document, version, strict=True)
 
 
+KUSTOMIZATIONS = {
+    str(path.parent.relative_to(FOLDER)): msgspec.yaml.decode(path.read_bytes(), type=Kustomization)
+    for path in FOLDER.glob("**/kustomization.yaml")
+}
+
+
+def test_every_file_is_in_one_kustomization() -> None:
+    """One that is in none is never applied, and nobody is told; and a folder in its own resource
+    is a cycle to kustomize, which refuses all of it."""
+    listed = []
+    for folder, one in KUSTOMIZATIONS.items():
+        made = [file for generated in one.configMapGenerator for file in generated.files]
+        paths = [(FOLDER / folder / name).resolve() for name in (*one.resources, *made)]
+        listed += [path for path in paths if not path.is_dir()]
+        within = [*paths, *((FOLDER / folder / name).resolve() for name in one.components)]
+        assert not {*within} & {*(FOLDER / folder / "x").parents}
+    there = {path for path in FOLDER.glob("**/*.yaml") if path.name != "kustomization.yaml"}
+    assert sorted(listed) == sorted(there)
+    images = {image.name: image for image in KUSTOMIZATIONS["."].images}
+    assert {image.newTag for image in images.values()} <= read_dockerfile()[1].keys()
+    used = {c["image"] for name in WORKLOADS for c in containers(pod_of(name))}
+    assert used == set(images) | {read_services(SECRETS)["redis"].record["image"]}
+
+
 def args_of(name: str) -> list[str]:
     """The command of a workload, with the file of the map in the place of its mount."""
     mounted, own = "/etc/sglang-tiered/server.yaml", str(FOLDER / "server.yaml")
@@ -100,6 +127,65 @@ def test_flags_are_those_that_start_here(name: str) -> None:
     assert mine - sizes == started
 
 
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_ports_of_commands_probes_and_services_agree(name: str) -> None:
+    container = main_of(name)
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports_of(name, [str(word) for word in container["args"]]) == sorted(ports.values())
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        how = container.get(probe, {})
+        port = (how.get("httpGet") or how.get("tcpSocket") or {}).get("port")
+        assert port is None or port in ports, f"{name}: {probe}: {port}"
+        words = " ".join(how.get("exec", {}).get("command", []))
+        assert {int(n) for n in re.findall(r"(?<=[: ])\d{4,5}\b", words)} <= {*ports.values()}
+    service = named("Service")[name]
+    assert service["spec"]["selector"].items() <= labels_of(name).items()
+    for port in service["spec"]["ports"]:
+        assert ports[port["targetPort"]] == port["port"], f"{name}: {port}"
+    if name in ROLES:  # ready only with its tiers, and alive for as long as SGLang has patience
+        script = Path(container["readinessProbe"]["exec"]["command"][1])
+        assert read_dockerfile()[1]["cuda"].copied[f"deploy/{script.name}"] == str(script)
+        assert container["livenessProbe"]["timeoutSeconds"] > 20
+
+
+def test_the_router_finds_pods_and_outlasts_them() -> None:
+    counts = dict.fromkeys(ROLES, 0)
+    for url in Source(str(FOLDER / "servers.yaml")).read() or []:
+        found = re.fullmatch(r"http://([a-z]+)-(\d+)\.([a-z]+):(\d+)", url)
+        assert found and WORKLOADS[found[1]]["spec"]["serviceName"] == found[3]
+        assert named("Service")[found[3]]["spec"]["clusterIP"] == "None"
+        assert int(found[4]) in {port["containerPort"] for port in main_of(found[1])["ports"]}
+        counts[found[1]] += 1
+    assert counts == {role: WORKLOADS[role]["spec"]["replicas"] for role in ROLES}
+    (drain,) = [word.partition("=")[2] for word in args_of("router") if "--drain=" in word]
+    servers = {pod_of(name)["terminationGracePeriodSeconds"] for name in ROLES}
+    until_killed = pod_of("router")["terminationGracePeriodSeconds"]
+    assert until_killed > int(drain.rstrip("s")) >= max(servers)
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_variables_and_mounts_are_what_runs_needs(name: str) -> None:
+    pod, main, defined = pod_of(name), main_of(name), list[str]()
+    values = [one.get("value", "") for one in main.get("env", [])]
+    for variable in main.get("env", []):
+        read = any(f"$({variable['name']})" in value for value in values)
+        assert read or not unread([variable["name"]], str(main["args"][-1])), variable
+        # Kubernetes fills in only what stands before it.
+        assert set(re.findall(r"\$\((\w+)\)", variable.get("value", ""))) <= set(defined)
+        defined.append(variable["name"])
+    volumes = {volume["name"] for volume in pod.get("volumes", [])}
+    claims = WORKLOADS[name]["spec"].get("volumeClaimTemplates", [])
+    volumes |= {claim["metadata"]["name"] for claim in claims}
+    mounted = [m for c in containers(pod) for m in c.get("volumeMounts", [])]
+    assert {mount["name"] for mount in mounted} == volumes
+    paths = [mount["mountPath"] for mount in main.get("volumeMounts", [])]
+    for word in main["args"]:
+        if found := re.match(r"--\S+?=(/\S+)", word):
+            assert any(Path(found[1]).is_relative_to(path) for path in paths), f"{name}: {word}"
+    maps = {made.name for made in KUSTOMIZATIONS["."].configMapGenerator}
+    assert {v["configMap"]["name"] for v in pod.get("volumes", []) if "configMap" in v} <= maps
+
+
 def test_every_secret_is_one_that_the_page_makes() -> None:
     names = r'"secret(?:KeyRef|Ref)": {[^}]*"name": "([\w-]+)"|"secretName": "([\w-]+)"'
     found = re.findall(names, json.dumps(WORKLOADS, sort_keys=True))
@@ -126,10 +212,78 @@ def chosen_by(selector: Any) -> set[str]:
     return found
 
 
-def test_every_pod_is_guarded() -> None:
+def test_selectors_choose_what_they_mean() -> None:
+    for name, workload in WORKLOADS.items():
+        assert workload["spec"]["selector"]["matchLabels"] == labels_of(name)
+    for name, budget in named("PodDisruptionBudget").items():
+        assert budget["spec"]["selector"]["matchLabels"] == labels_of(name)
     selectors = [one["spec"]["podSelector"] for one in named("NetworkPolicy").values()]
     guarded = set().union(*(chosen_by(selector) for selector in selectors if selector))
     assert guarded == {*WORKLOADS, OWN_PODS}
+
+
+def callers(pod: str, port: str) -> set[str]:
+    """Who reaches a port of a pod, as the policies say."""
+    number = {one["name"]: one["containerPort"] for one in main_of(pod)["ports"]}
+    found = set[str]()
+    for policy in named("NetworkPolicy").values():
+        if pod in chosen_by(policy["spec"]["podSelector"]):
+            for rule in policy["spec"].get("ingress", []):
+                for let in rule["ports"]:
+                    first = number.get(let["port"], let["port"])
+                    if first <= number[port] <= let.get("endPort", first):
+                        for peer in rule["from"]:
+                            one = peer.get("podSelector") or peer["namespaceSelector"]
+                            namespace = {*one.get("matchLabels", {}).values()}
+                            found |= chosen_by(one) if "podSelector" in peer else namespace
+    return found
+
+
+def test_policies_let_in_who_must_call() -> None:
+    for role in ROLES:
+        assert callers(role, "http") >= {"router", "monitoring"}
+        assert callers(role, "peer") >= {*ROLES}
+    assert callers("prefill", "bootstrap") == {"decode"}
+    assert callers("prefill", "events") & callers("prefill", "replay") >= {"router"}
+    assert callers("redis", "redis") >= {*ROLES}
+    assert callers("router", "http") == callers("picker", "picker") == {"gateway"}
+    assert callers("router", "metrics") == callers("picker", "metrics") == {"monitoring"}
+
+
+def test_every_server_is_scraped() -> None:
+    scraped = set()
+    for monitor in named("ServiceMonitor").values():
+        for name in chosen_by(monitor["spec"]["selector"]):
+            service = named("Service")[name]
+            if name in (*ROLES, OWN_PODS):  # as the alerts know servers
+                job = service["metadata"]["labels"][monitor["spec"]["jobLabel"]]
+                assert job.startswith("sglang-tiered")
+            assert service["metadata"]["labels"].items() <= labels_of(name).items()
+            ports = {port["name"] for port in service["spec"]["ports"]}
+            assert {one["port"] for one in monitor["spec"]["endpoints"]} <= ports
+            scraped.add(name)
+    assert scraped == {*ROLES, OWN_PODS, "router", "picker"}
+
+
+def test_a_gateway_finds_picker_and_servers() -> None:
+    (pool,), (route,) = (named(kind).values() for kind in ("InferencePool", "HTTPRoute"))
+    ref, (rule,) = pool["spec"]["endpointPickerRef"], route["spec"]["rules"]
+    ports = named("Service")[ref["name"]]["spec"]["ports"]
+    assert ref["port"]["number"] in {port["port"] for port in ports}
+    assert rule["backendRefs"][0]["name"] == pool["metadata"]["name"]
+    servers = named("Service")[OWN_PODS]["spec"]
+    assert servers["selector"] == pool["spec"]["selector"]["matchLabels"]
+    assert f"--servers=dns://{OWN_PODS}:{servers['ports'][0]['port']}" in args_of("picker")
+    assert set(rule["filters"][0]["requestHeaderModifier"]["remove"]) <= set(OWN_HEADERS)
+
+
+def test_the_operator_gets_the_alert_rules_whole() -> None:
+    """What the page's command hands to ``kubectl``."""
+    text = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"(?m)^(awk .*?) \| kubectl .* apply -f -$", text)
+    made = ran("bash", "-ceu", command, cwd=DEPLOY.parent, check=True)
+    alerts = (DEPLOY.parent / "scripts/grafana/alerts.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(made.stdout)["spec"] == yaml.safe_load(alerts)
 
 
 @pytest.mark.parametrize("name", list(WORKLOADS))

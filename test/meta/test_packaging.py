@@ -107,3 +107,23 @@ def test_no_package_is_pinned_twice_with_different_versions() -> None:
     for path in sorted(REQUIREMENTS.glob("*.txt")):
         for name, pin in pins(path.name).items():
             assert seen.setdefault(name, pin) == pin, f"{path.name}: {name}"
+
+
+EVERY = [pins(path.name).items() for path in REQUIREMENTS.glob("*.txt")]
+PINNED = {name: pin for items in EVERY for name, pin in items}
+
+
+def test_requirements_of_pins_are_pinned_without_cuda() -> None:
+    """And meet the pins. What brings a CUDA build of torch, of several GB, is not resolved."""
+    waiting = [(one, "") for file in ("cpu.txt", "dev.txt", "router.txt") for one in pins(file)]
+    assert not {"sglang", "torchvision", "torchaudio"} & {name for name, _ in waiting}
+    assert "torchaudio" not in pins("cpu-nodeps.txt")
+    for name, extra in waiting:  # which grows
+        if importlib.metadata.version(name).partition("+")[0] != PINNED[name]:
+            pytest.skip(f"not the pinned environment: {name}")
+        for wanted in map(Requirement, importlib.metadata.requires(name) or []):
+            if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
+                other = normal(wanted.name)
+                assert wanted.specifier.contains(PINNED[other], prereleases=True), (name, wanted)
+                more = [(other, one) for one in wanted.extras or {""}]
+                waiting += [one for one in more if one not in waiting]

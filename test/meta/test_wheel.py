@@ -92,6 +92,9 @@ def test_a_command_without_packages_says_so(wheel: Path, tmp_path: Path) -> None
     into = (*PIP, "--python", tmp_path / "bin" / "python")
     run(*into, "install", "--no-deps", "--no-index", "--no-compile", wheel)
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    for flag, said in (("--help", " keygen "), ("--version", "sglang is missing (required: ==")):
+        ended = ran(tmp_path / "bin" / "sglang-tiered", flag, env=environment)
+        assert (ended.returncode, ended.stderr) == (0, "") and said in ended.stdout
     for name in COMMANDS:
         words = (name, *COMPLETE.get(name, ()))
         ended = ran(tmp_path / "bin" / "sglang-tiered", *words, env=environment)

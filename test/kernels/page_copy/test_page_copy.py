@@ -149,6 +149,19 @@ def test_a_cpu_copies_pages_between_any_places(monkeypatch: pytest.MonkeyPatch) 
     check_between(None)
 
 
+def test_views_that_differ_are_not_copied() -> None:
+    one, two = torch.zeros(4, 6, dtype=torch.uint8), torch.ones(4, 8, dtype=torch.uint8)
+    for sources, targets, to, message in (
+        ([one], [two], [0], "on the two sides"),
+        ([one], [one], [0, 1], "on the two sides"),
+        ([one, two], [one, two], [0], "views of .* on one side"),
+        ([one.float()], [one], [0], "a view of torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            copy_between(sources, [0], targets, to, device=torch.device("cpu"))
+    assert not one.any()
+
+
 BESIDE = "no part of pages of 48 bytes"
 
 
@@ -157,6 +170,8 @@ BESIDE = "no part of pages of 48 bytes"
     [
         ([torch.zeros(4, 6).T], None, r"buffer 0 with shape \[6, 4\] and strides \[1, 6\]"),
         ([torch.zeros(4, 6), torch.zeros(4, 5)], None, "buffer 1 has 4 pages in 80 bytes"),
+        ([torch.zeros(4, 6), torch.zeros(6, 4)], None, "buffer 1 has 6 pages in 96 bytes"),
+        ([torch.zeros(2, 12)], Band(20, 0, 4), BESIDE),
         ([torch.zeros(2, 12)], Band(24, 8, 8), BESIDE),
         ([torch.zeros(2, 12)], Band(24, 8, 25), BESIDE),
         ([torch.zeros(2, 12)], Band(24, -1, 8), BESIDE),
@@ -172,6 +187,8 @@ def test_buffers_that_are_no_pool_are_refused(buffers: Any, band: Any, message: 
     [
         ([[0]], SLAB, r"pages is \[1, 1\] torch.int64"),
         ([0, 0], SLAB, r"2 pages need \[3, 2, 512\]"),
+        ([0.0], SLAB, "torch.float32; give one dimension"),
+        ([0], SLAB.float(), "1 pages need"),
         ([0], SLAB.transpose(0, 1), r"1 pages need \[3, 1, 512\]"),
         ([0], SLAB.repeat(1, 1, 2)[..., ::2], "uint8, contiguous"),
         ([0], SLAB.to("meta"), "a slab on meta"),

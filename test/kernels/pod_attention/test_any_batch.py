@@ -34,7 +34,7 @@ BATCHES = {
     ),
     "roles": st.sampled_from([Roles.FUSED, Roles.SERIAL, Roles.PLANNED]),
     "schedule": st.sampled_from(list(Schedule)),
-    "num_sms": st.integers(1, 9),
+    "num_sms": st.one_of(st.integers(1, 9), st.sampled_from([64, 300])),
     "seed": st.integers(0, 99),
 }
 

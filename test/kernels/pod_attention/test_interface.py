@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pod_cases import Case, assert_close, make_case, shape_of, sinks_of
 
-from sglang_tiered_kernels.pod_attention import PodShape, supports
+from sglang_tiered_kernels.pod_attention import PodShape, make_plan, supports, warm_up
 
 EXTEND = [61, 1, 1, 1, 5, 0]
 PREFIX = [70, 22, 150, 64, 0, 7]
@@ -71,6 +71,7 @@ def test_a_cpu_computes_any_batch(rows: list[tuple[int, int]], page_size: int, w
         ({"q_dtype": torch.float32, "kv_dtype": torch.float32}, "queries in torch.float32"),
         ({"kv_dtype": torch.float16}, "torch.bfloat16 with a KV cache in torch.float16"),
         ({"num_q_heads": 128, "num_kv_heads": 1}, "128 query heads per KV head"),
+        ({"kv_dtype": torch.uint8}, "a KV cache in torch.uint8"),
     ],
 )
 def test_a_gpu_refuses_what_its_kernel_lacks(changes: dict[str, Any], message: str) -> None:
@@ -103,17 +104,38 @@ def test_an_old_gpu_is_refused_before_compiling(
     assert refusal is None if message is None else message in str(refusal)
 
 
+def test_what_no_kernel_can_compute_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="5 query heads cannot share 2 KV heads"):
+        dataclasses.replace(shape_of(), num_q_heads=5)
+    shape = shape_of(head_dim=80)
+    plan = make_plan([3], [0], shape, num_sms=1)
+    plan.device = torch.device("cuda")
+    with pytest.raises(ValueError, match="head_dim 80 is not supported"):
+        make_case([3], [0], shape).run(plan)
+    far = make_case([3], [0]).k_cache.to("meta")
+    with pytest.raises(ValueError, match="nothing for this meta device"):
+        warm_up(far, far, shape_of())
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "nothing for this ROCm device" in str(supports(shape_of(), "cuda"))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda case: {"q": case.q.flatten(1)}, r"q has shape \[72, 256\]; .* for \[n, 4, 64\]"),
         (lambda case: {"k_cache": case.k_cache.float()}, "k_cache is torch.float32; the plan is"),
         (lambda case: {"v_cache": case.v_cache.mT.contiguous().mT}, "v_cache has stride 2 within"),
+        (lambda case: {"q": case.q[:, :2]}, r"q has shape \[72, 2, 64\]"),
         (lambda case: {"q": case.q[:60]}, "q has 60 tokens; the plan's rows have 69"),
+        (lambda case: {"out": case.out[:60]}, "out has 60 tokens"),
         (lambda case: {"kv_indptr": case.kv_indptr[1:]}, r"is \[6\] torch.int32; give \[7\]"),
+        (lambda case: {"kv_indptr": case.kv_indptr.long()}, "torch.int64; give"),
+        (lambda case: {"kv_indices": case.kv_indices.float()}, "float32; give one dimension of"),
         (lambda case: {"kv_indices": case.kv_indices[:313]}, "has 313 slots; .* rows have 382"),
         (lambda case: {"out": case.out.to("meta")}, "on meta; the plan is on cpu"),
         (lambda _: {"sm_scale": 0.0}, "sm_scale 0.0"),
+        (lambda _: {"sm_scale": float("inf")}, "sm_scale inf"),
+        (lambda _: {"k_scale": -1.0}, "k_scale -1.0"),
         (lambda _: {"sinks": torch.zeros(2)}, r"sinks \[2\] on cpu; give one per query head"),
         (lambda _: {"trace": torch.zeros(3, 4, dtype=torch.int64)}, r"trace is \[3, 4\]"),
     ],

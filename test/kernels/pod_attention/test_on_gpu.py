@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pod_cases import Case, assert_close, make_case, shape_of
+from pod_cases import Case, assert_close, make_case, shape_of, sinks_of
 
 from sglang_tiered_kernels.pod_attention import CONFIGS, PodPlan, Roles, Schedule
 
@@ -24,6 +24,28 @@ def large() -> Case:
     """Enough tiles of both roles to fill any GPU several times."""
     shape = shape_of(heads=(32, 8), head_dim=128, page_size=64, dtype=torch.bfloat16)
     return make_case([2048] + [1] * 64, [2048] + [2000] * 64, shape).to("cuda")
+
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16, FP8])
+def test_every_configuration_matches_the_reference(
+    name: str, head_dim: int, kv_dtype: torch.dtype
+) -> None:
+    """With the loads, products and layouts that no interpreter has."""
+    dtype = torch.bfloat16 if kv_dtype is FP8 else kv_dtype
+    for page_size, window in ((1, -1), (64, -1), (64, 300)):
+        kind = {"head_dim": head_dim, "page_size": page_size, "dtype": dtype, "kv_dtype": kv_dtype}
+        shape = shape_of(heads=(8, 2), **kind)
+        rows = [700, 1, 1, 1, 127, 1, 0], [900, 63, 5000, 640, 0, 1999, 7]
+        case = make_case(*rows, shape, window=window).to("cuda")
+        for options in ({}, {"logit_cap": 30.0, "sinks": sinks_of(shape).to("cuda")}):
+            expected = case.expected(**options)
+            for roles in (Roles.FUSED, Roles.SERIAL):
+                assert_close(case.run(plan_of(case, name), roles=roles, **options), expected)
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))

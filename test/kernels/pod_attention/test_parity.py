@@ -100,6 +100,15 @@ def test_a_row_of_many_splits_is_merged_stepwise() -> None:
 
 
 @interpreted
+def test_a_plan_serves_layer_after_layer() -> None:
+    case = make_case(EXTEND, PREFIX)
+    plan = case.plan()
+    first = case.run(plan, roles=Roles.FUSED).clone()
+    for schedule in (Schedule.TICKET, Schedule.PERSISTENT, Schedule.TICKET):
+        assert torch.equal(case.run(plan, roles=Roles.FUSED, schedule=schedule), first)
+
+
+@interpreted
 def test_each_role_alone_writes_its_own_queries_only() -> None:
     case = make_case(EXTEND, PREFIX)
     expected = case.expected()

@@ -115,6 +115,8 @@ def test_launches_in_flight_do_not_share_counters() -> None:
     [
         ({"extend": [1, 2], "prefix": [3]}, "2 extend lengths for 1 prefix lengths"),
         ({"extend": [4, -1], "prefix": [0, 0]}, "the extend length of row 1 is -1"),
+        ({"extend": [4], "prefix": [-2]}, "the prefix length of row 0 is -2"),
+        ({"extend": [4], "prefix": [0], "window": -2}, "window is -2"),
         ({"extend": [4], "prefix": [2**31]}, "2147483652 tokens in one batch"),
         ({"extend": [4], "prefix": [0], "num_sms": 0}, "num_sms is 0"),
     ],

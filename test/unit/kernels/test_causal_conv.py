@@ -105,3 +105,10 @@ def test_decode_steps_give_the_bits_of_a_prefill(weight: torch.Tensor, bias: tor
     )
     assert torch.equal(torch.cat(steps).T, expected)
     assert torch.equal(states[3], whole[:, -2:])
+
+
+def test_padding_is_refused(weight: torch.Tensor) -> None:
+    """Of other platforms: slot -1 would be the last request's here."""
+    x, at = torch.zeros(2, CHANNELS), torch.tensor([0, -1])
+    with pytest.raises(NotImplementedError, match="padding"):
+        causal_conv1d_update(x, fresh_states(), weight, None, None, conv_state_indices=at)
