@@ -241,7 +241,7 @@ def callers(pod: str, port: str) -> set[str]:
 
 def test_policies_let_in_who_must_call() -> None:
     for role in ROLES:
-        assert callers(role, "http") >= {"router", "monitoring"}
+        assert callers(role, "http") == {"router", "monitoring"}
         assert callers(role, "peer") >= {*ROLES}
     assert callers("prefill", "bootstrap") == {"decode"}
     assert callers("prefill", "events") & callers("prefill", "replay") >= {"router"}
