@@ -248,7 +248,8 @@ def test_nothing_behind_a_failed_write_counts(tmp_path: Path, kind: dict[str, in
             ledger.check(engine, pages)
 
 
-def test_a_disk_without_room_costs_one_region(tmp_path: Path) -> None:
+@pytest.mark.parametrize("operation", ["create", "writev"])
+def test_a_disk_without_room_costs_one_region(tmp_path: Path, operation: Any) -> None:
     """As where a snapshot keeps the blocks of what is removed: none more would give any."""
     disk, ledger = SimulatedDevice(), Ledger()
     device = FaultyDevice(disk)
@@ -260,7 +261,7 @@ def test_a_disk_without_room_costs_one_region(tmp_path: Path) -> None:
         for start in range(0, 30, 3):
             ledger.store(engine, keys(range(start, start + 3)))
         held, fresh = num_regions(), itertools.count(500)
-        device.faults = [Fault(0, "create", times=1 << 30, error=errno.ENOSPC)]
+        device.faults = [Fault(0, operation, times=1 << 30, error=errno.ENOSPC)]
         while ledger.store(engine, keys([next(fresh)])) == [Reason.OK]:
             pass  # until the open region is full
         assert num_regions() >= held - 2 > 0, "one for the cap, and one for the disk"
