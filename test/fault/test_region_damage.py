@@ -11,8 +11,7 @@ import pytest
 from kit.runs import NAMESPACE, Blank, MakeRun
 from kit.waiting import finished
 from sglang_tiered.errors import StoreFormatError
-from sglang_tiered.storage.base import Erasure, Health, Reason, Run
-from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.base import Health, Reason, Run
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region import format as region_format
 from sglang_tiered.storage.region.format import BLOCK_BYTES, RegionHeader, pack_region_header
@@ -147,22 +146,6 @@ def test_smaller_cap_removes_the_oldest_at_open(
     assert found == [False, False, False, True, True]
     assert len(region_files(tmp_path / "s")) == 2
     engine.close()
-
-
-def test_files_are_private(tmp_path: Path, make_run: MakeRun) -> None:
-    """Whatever the process allows otherwise."""
-    before = os.umask(0)
-    try:
-        engine, run = open_engine(tmp_path / "a" / "b"), make_run(1, [100])
-        finished(engine.submit_store(run))
-        assert engine.flush(30.0) and is_true(engine.pin("p", run.keys), 30.0)  # type: ignore[arg-type]
-        assert is_true(engine.erase(Erasure(tenant=b"t" * 16)), 30.0)
-        engine.close()
-    finally:
-        os.umask(before)
-    files = list((tmp_path / "a" / "b").iterdir())
-    assert len(files) > 4 and {file.stat().st_mode & 0o777 for file in files} == {0o600}
-    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
 def test_newer_format_is_refused_and_no_byte_changes(

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -215,3 +217,51 @@ def test_no_single_failure_costs_an_acknowledged_page(
             assert fault.at < 4, f"{fault} hits nothing of opening"
         except Exception as error:
             raise AssertionError(f"{fault}: {error}") from error
+
+
+@pytest.mark.parametrize("kind", [{"error": errno.EIO}, {"short_bytes": BLOCK_BYTES}])
+def test_nothing_behind_a_failed_write_counts(tmp_path: Path, kind: dict[str, int]) -> None:
+    """Two extents are under way; the second is written, then the first fails."""
+    begun, number = [threading.Event() for _ in range(3)], itertools.count()
+
+    def hold(operation: str) -> None:
+        if operation == "writev" and (at := next(number)) < 3:  # 0 is the header of the region
+            begun[at].set()
+            assert at != 1 or begun[2].wait(TIMEOUT_S)
+
+    disk = SimulatedDevice()
+    device = FaultyDevice(disk, [Fault(1, "writev", **kind)], before=hold)
+    clock, ledger = Clock(1000.0), Ledger()
+    with running(tmp_path, device, clock=clock) as engine:
+        first = ledger.submit(engine, keys(range(1)))
+        assert begun[1].wait(TIMEOUT_S)
+        second = ledger.submit(engine, keys(range(1, 2)))
+        assert ledger.settle(first) == [Reason.IO_ERROR]
+        ledger.settle(second)
+        files, owed = disk.crash("kill"), set(ledger.acknowledged)
+        clock.now += 100.0
+        ledger.store(engine, keys(range(4)))
+        ledger.check(engine, keys(range(4)))
+        later = disk.crash("kill")
+    for image, pages in ((files, owed), (later, set(keys(range(4))))):
+        with running(tmp_path, SimulatedDevice(image)) as engine:
+            ledger.check(engine, pages)
+
+
+@pytest.mark.parametrize("operation", ["create", "writev"])
+def test_a_disk_without_room_costs_one_region(tmp_path: Path, operation: Any) -> None:
+    """As where a snapshot keeps the blocks of what is removed: none more would give any."""
+    disk, ledger = SimulatedDevice(), Ledger()
+    device = FaultyDevice(disk)
+
+    def num_regions() -> int:
+        return sum(name.startswith("region-") for name in disk.list_names())
+
+    with running(tmp_path, device, capacity_bytes=5 * REGION) as engine:
+        for start in range(0, 30, 3):
+            ledger.store(engine, keys(range(start, start + 3)))
+        held, fresh = num_regions(), itertools.count(500)
+        device.faults = [Fault(0, operation, times=1 << 30, error=errno.ENOSPC)]
+        while ledger.store(engine, keys([next(fresh)])) == [Reason.OK]:
+            pass  # until the open region is full
+        assert num_regions() >= held - 2 > 0, "one for the cap, and one for the disk"

@@ -10,8 +10,8 @@ from transfer_pair import Pool, Shape, indices
 
 from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.messages import Open
+from sglang_tiered.transfer.prefill import send_queue
 from sglang_tiered.transfer.prefill.send_queue import (
-    MAX_UNCONFIRMED,
     SMALL_SLAB_BYTES,
     TARGET_SLAB_BYTES,
     Chunk,
@@ -79,12 +79,15 @@ def test_without_credit_nothing_is_gathered(queue: SendQueue) -> None:
     assert sum(buffer.nbytes for buffer in held) == 10 * SMALL_SLAB_BYTES
 
 
-def test_messages_that_cost_no_credit_are_bounded(queue: SendQueue) -> None:
+def test_messages_that_cost_no_credit_are_bounded(
+    queue: SendQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a socket cannot queue ends its session, with all rooms."""
-    for room in range(MAX_UNCONFIRMED + 9):
+    monkeypatch.setattr(send_queue, "MAX_UNCONFIRMED", 5)
+    for room in range(9):
         add(queue, [], room=room)
     post_all(queue)
-    assert len(queue.unconfirmed) == MAX_UNCONFIRMED
+    assert len(queue.unconfirmed) == 5
 
 
 def test_an_overtaken_slab_is_missed_in_busy_sessions(queue: SendQueue) -> None:
