@@ -109,6 +109,8 @@ FAULTS: dict[str, tuple[Any, int]] = {  # the operation that fails, and how ofte
     "a page cannot be read": ("readv", 2),
     "several pages cannot be read": ("readv", 5),
     "a sync is lost": ("sync", 0),
+    "all files but one stay for a while": ("unlink", 4),
+    "all files stay for a while": ("unlink", 5),
 }
 
 

@@ -178,7 +178,13 @@ class Reclaimer(StorePart):
                         self._state.regions.reserve(nbytes)
                         return True
             if not self.evict_one():
-                return False
+                # No file can be removed now. Pages saved out of the last that could are in memory
+                # alone, so the spare room is for them.
+                with self._state.lock:
+                    is_room = self._room() >= nbytes
+                    if is_room:
+                        self._state.regions.reserve(nbytes)
+                return is_room
 
     def keep_spare(self) -> None:
         """Free room for a region, for the first pin of a full store. Without it the pinned pages of
@@ -215,7 +221,11 @@ class Reclaimer(StorePart):
 
     def _next_leaving(self) -> Region | None:
         victim = self._choose(self._heavy_bytes)
-        return victim if victim is not None and self._pinned_in(victim) else None
+        if victim is None or not self._pinned_in(victim):
+            return None
+        # The newest has what was moved last: moved again, it leaves no more room than now.
+        newest = max(region.sequence for region in self._state.regions)
+        return victim if victim.sequence < newest else None
 
     def _choose(self, burden: Callable[[Region], int]) -> Region | None:
         regions = filter(self._may_try, self._state.regions)
