@@ -16,8 +16,11 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_tiered import Engine, launch_server
 from sglang_tiered.config import ENVIRONMENT_VARIABLE
-from sglang_tiered.errors import ConfigError, RequestError
+from sglang_tiered.errors import ConfigError, RequestError, StoreLockedError
 from sglang_tiered.integration import engine
+from sglang_tiered.integration.launch import start
+from sglang_tiered.storage.region import directory
+from sglang_tiered.storage.region.directory import DirectoryLock
 
 NO_FLAG = {"log_level"}
 """What an engine sets as SGLang's does: it prints nothing by default."""
@@ -108,3 +111,15 @@ def test_calls_of_threads_share_one_loop() -> None:
     loop.close()
     with pytest.raises(RequestError, match="the event loop of this engine is closed"):
         engine.run_on(loop, call(0), turn)
+
+
+def test_directory_is_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an engine that found it in use, and by one that could not start."""
+    monkeypatch.setattr(start, "LOCK_TIMEOUT_S", 0.0)
+    directory.prepare(tmp_path / "kv")
+    with DirectoryLock(tmp_path / "kv"), pytest.raises(StoreLockedError):
+        Engine(model_path="no/model", tier_dir=tmp_path / "kv")
+    with pytest.raises(ConfigError, match="SGLang refuses"):
+        Engine(model_path=tmp_path / "empty", tier_dir=tmp_path / "kv")
+    with DirectoryLock(tmp_path / "kv"):
+        pass

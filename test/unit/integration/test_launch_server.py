@@ -131,6 +131,16 @@ def test_a_command_line_sglang_refuses_removes_no_shard(
     assert (shard / format.region_name(0)).read_bytes() == b"pages"
 
 
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_shard_in_use_or_with_foreign_files_stays(tmp_path: Path, is_locked: bool) -> None:
+    shard = shard_of_two_ranks(tmp_path / "kv")
+    file = shard / (format.region_name(0) if is_locked else "notes.txt")
+    file.write_text("mine")
+    with DirectoryLock(shard) if is_locked else contextlib.nullcontext():
+        assert directory.remove_shards(tmp_path / "kv", keep=lambda name: False) == []
+    assert file.read_text() == "mine"
+
+
 def test_shards_of_other_sizes_go_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +266,7 @@ ROWS = "--enable-return-routed-experts would answer with rows of other prompts"
     [
         ("--smg-grpc-mode --enable-return-routed-experts", ROWS),
         ("--grpc-mode --enable-return-routed-experts", ROWS),
+        ("--hicache-mem-layout page_head", "--hicache-mem-layout page_head needs sgl_kernel"),
         ("--decode-attention-backend triton", "--decode-attention-backend triton needs compiled"),
         ("--tp 2 --dp-size 2 --enable-dp-attention", "--attn-dp-size 2 needs a GPU"),
     ],

@@ -17,10 +17,15 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
 )
+from sglang.srt.managers.scheduler_components.weight_updater import (
+    SchedulerWeightUpdaterManager as SGLangUpdater,
+)
 
 from sglang_tiered.integration import scheduler_messages
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+from sglang_tiered.integration.disaggregation.handoffs import WeightUpdate
+from sglang_tiered.integration.hooks import Hooks
 from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 from sglang_tiered.policy.server_costs import NOT_IDLE
 
@@ -91,6 +96,57 @@ def test_weight_update_reports_what_memory_holds(
     assert server.told == [is_idle and is_empty]
 
 
+def worker(*, is_loaded: bool, role: str = "target") -> Any:
+    loader = SimpleNamespace(update_weights_from_disk=lambda *_, **__: (is_loaded, "told"))
+    runner = SimpleNamespace(weight_updater=loader)
+    return SimpleNamespace(weight_update_runners=lambda: [(role, runner)])
+
+
+@pytest.mark.parametrize("draft_fails", [False, True])
+def test_refused_flush_tells_whether_weights_are_complete(
+    monkeypatch: pytest.MonkeyPatch, draft_fails: bool
+) -> None:
+    """KV of half an update would go by the name of the whole; or prefill answered 503 until the
+    update was repeated, flushed or not."""
+    told: list[WeightUpdate] = []
+    handoff = SimpleNamespace(weights_changed=lambda update, **_: told.append(update))
+    monkeypatch.setattr(scheduler_messages, "manager_of", lambda _: handoff)
+    updater = SGLangUpdater.__new__(SGLangUpdater)
+    updater.scheduler = SimpleNamespace(
+        record_weight_version_change=lambda **_: None,
+        is_fully_idle=lambda **_: False,
+        weight_updater=updater,
+        _engine_paused=False,
+        _request_dispatcher=updater.update_weights_from_disk,
+        tree_cache=object(),
+    )
+    updater.metrics_collector = updater._session = None
+    updater.flush_cache = lambda **_: False
+    updater.tp_worker = worker(is_loaded=True)
+    updater.draft_worker = worker(is_loaded=not draft_fails, role="draft")
+    hooks, flush = Hooks(on_cpu=True), SGLangUpdater.flush_cache_after_weight_update
+    hooks.around_scheduler(lambda *_: None, updater.scheduler, None)
+
+    def flush_as_hooked(self: Any, *given: Any) -> Any:
+        result = flush(self, *given)
+        hooks.after_flush_of_update(result, self, *given)
+        return result
+
+    monkeypatch.setattr(SGLangUpdater, "flush_cache_after_weight_update", flush_as_hooked)
+    request = UpdateWeightFromDiskReqInput(model_path="new", flush_cache=True)
+    assert not updater.scheduler._request_dispatcher(request).success
+    updater.tp_worker = worker(is_loaded=False)
+    updater.scheduler._request_dispatcher(DISK)
+    assert [update.is_complete for update in told] == [not draft_fails, False], "another update"
+
+
+def test_refused_call_costs_nothing_stored(server: Server) -> None:
+    server.result = REFUSED
+    server.send(PART)
+    server.send(BEGIN)
+    assert server.told == []
+
+
 def test_session_that_flushes_nothing_ends_with_stores(server: Server) -> None:
     """While it is open nothing is stored, whoever writes the weights."""
     server.send(BEGIN)
@@ -117,6 +173,18 @@ def test_session_that_wanted_a_flush_gets_it(
         server.send(END)
     assert len(hidden) == 2, "of the first session, with a part of it and at its end"
     assert server.told == [False, True, True, False, False, False]
+
+
+def test_old_kv_after_a_refused_flush_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, server: Server
+) -> None:
+    """If the update asked for one: else SGLang serves it, by the operator's will."""
+    hidden: list[Any] = []
+    monkeypatch.setattr(scheduler_messages, "hide_memory", hidden.append)
+    server.is_empty = False
+    for is_wanted in (True, False):
+        server.send(UpdateWeightFromDiskReqInput(model_path="new", flush_cache=is_wanted))
+    assert len(hidden) == 1 and server.told == [True, False]
 
 
 @pytest.mark.parametrize(

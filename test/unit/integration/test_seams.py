@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang.srt.mem_cache import registry
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from kit.commands import ran
@@ -65,6 +66,14 @@ def test_changed_seam_is_named(
     monkeypatch.setattr(compat, "_SIGNATURES", table)
     with pytest.raises(UnsupportedSGLangError, match=sentence):
         compat.check_signatures()
+
+
+def test_an_import_that_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang only logs what its plugins raise, and serves without tiers."""
+    monkeypatch.delattr(registry, "create_unified_radix_cache")
+    monkeypatch.delitem(sys.modules, "sglang_tiered.integration.cache.factory")
+    with pytest.raises(UnsupportedSGLangError, match=r"lacks what .*factory imports \("):
+        compat.check_imports()
 
 
 def test_no_target_is_hooked_twice() -> None:

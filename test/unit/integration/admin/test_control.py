@@ -321,3 +321,10 @@ def test_sglangs_messages_pass_and_internal_errors_are_answered() -> None:
     messages(message)
     messages(DumperControlReqInput(method=CONTROL_PREFIX + "purge", body={"id": "x", "all": True}))
     assert passed == [message] and sent[0].success is False
+
+
+def test_purge_without_nvme_ends_with_memory() -> None:
+    scheduler = Scheduler(idle=True)
+    scheduler.tree_cache.cache_controller.storage_backend = None
+    told = {"done": True, "durable": True, "in_memory": "gone"}
+    assert ask(scheduler, "host", extra_key="a") == told

@@ -145,6 +145,24 @@ def test_pinned_id_is_found_after_a_restart(open_world: Open) -> None:
         assert [row["id"] for row in ask.rows()] == ["chat"]
 
 
+def test_unpin_takes_what_its_prefix_names(world: CacheWorld, ask: Caller) -> None:
+    """Of its own tenant; and of a request the pin of its conversation too."""
+    gone = {"done": True, "unknown": True}
+    note(world, "1", A)
+    note(world, "2", A + B, "chat")
+    for name in ("mine", "its"):
+        ask.pin(rid="1", name=name)
+    ask.pin(rid="2", name="longer")
+    assert ask("unpin", rid="1") == {"done": True}
+    assert ask("unpin", name="mine") == ask("unpin", name="its") == gone
+    unaligned = [*(A + B), 7]
+    assert ask("unpin", input_ids=unaligned, extra_key="acme") == gone
+    assert ask("unpin", input_ids=unaligned) == {"done": True}
+    assert ask.pin(rid="2")["name"] == "chat"
+    assert ask("unpin", rid="2") == {"done": True}
+    assert [row["pins"] for row in ask.rows()] == [[], []]
+
+
 def test_what_was_never_computed_is_not_pinned(world: CacheWorld, ask: Caller) -> None:
     assert ask.pin(input_ids=list(A)) == {"done": True, "unknown": pins.NOTHING_HELD}
     assert ask.rows() == []

@@ -17,7 +17,7 @@ from kit.cost_records import record_of
 from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.admin import cost_board, http_api
 from sglang_tiered.integration.admin.cost_board import CostBoard
-from sglang_tiered.integration.admin.costs import CostPublisher
+from sglang_tiered.integration.admin.costs import CostPublisher, serving_url
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.server_costs import ABANDONED, RankCosts, parse_server_costs
 from sglang_tiered.storage.base import Tier
@@ -169,6 +169,16 @@ def test_rooms_that_decode_never_asks_for_are_aborted(
     }
     states["of rerank"] = SimpleNamespace(obj=SimpleNamespace(), dispatched=True)
     assert ask(server.board, NVME, monkeypatch, abandoned=abandoned, states=states)[1] == aborted
+
+
+@pytest.mark.parametrize(
+    ("host", "peer", "expected"),
+    [("0.0.0.0", "192.0.2.7", "192.0.2.7"), ("::", "[2001:db8::7]", "[2001:db8::7]")]
+    + [("2001:db8::1", "x", "[2001:db8::1]"), ("kv-3.example", "x", "kv-3.example")],
+)
+def test_url_is_one_that_others_reach(host: str, peer: str, expected: str) -> None:
+    url = serving_url(host, 1, is_tls=False, peer_address=f"tcp://{peer}:7001")
+    assert url == f"http://{expected}:1"
 
 
 MODEL = CostModel(page_tokens=64, bytes_per_token=1000)

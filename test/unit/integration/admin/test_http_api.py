@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from fastapi import Request
 from sglang_tiered.api import CallError, CheckpointCall, RequestsCall, decode
 from sglang_tiered.integration.admin import http_api
 from sglang_tiered.integration.admin.http_api import TierPage
-from sglang_tiered.request_log import RequestLogConfig
+from sglang_tiered.request_log import VERSION, RequestLogConfig
 
 
 def read_body(body: bytes) -> Any:
@@ -97,3 +98,16 @@ def test_other_sites_send_nothing_without_key(
     scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": sends}
     asyncio.run(TierPage(app, has_key=has_key)(scope, None, send))
     assert sent[0]["status"] == (200 if has_key else status)
+
+
+def test_half_a_line_hides_no_request(tmp_path: Path) -> None:
+    """Nor one of another version; and many replicas are read no more than one."""
+    config = RequestLogConfig(path=str(tmp_path / "log"), num_replicas=8)
+    line = {"v": VERSION, "arrived_unix_s": 1e6, "end": "stop", "num_prompt_tokens": 9}
+    lines = [json.dumps({**line, "rid": str(n), "total_s": 1.0, "tokens": {}}) for n in range(99)]
+    for replica in range(8):
+        text = "\n".join([lines[0], '{"v":99}', "{half", *lines[1:]]) + "\n"
+        config.file_of(replica).write_text(text * 200)
+    told = http_api.newest_requests(config, 3, now=1e6 + 2)
+    assert len(told.requests) == 3 and not told.minute.is_whole
+    assert 0 < told.minute.num_requests * len(lines[0]) <= http_api.TAIL_BYTES

@@ -12,10 +12,11 @@ from sglang.srt.managers.io_struct import PdRoleSwitchReqInput, PdRoleSwitchReqO
 
 from sglang_tiered.integration.admin import role_switch
 from sglang_tiered.integration.admin.role_switch import ModelDoor, around_switch, is_draining
-from sglang_tiered.policy.server_costs import NOT_IDLE, switch_key
+from sglang_tiered.policy.server_costs import FRESH_S, NOT_IDLE, switch_key
 
 DECODE = PdRoleSwitchReqInput(new_role="decode")
 BROKEN = "role switch failed; instance unhealthy"
+TOLD_S = role_switch.TOLD_S
 
 
 class Server:
@@ -44,6 +45,10 @@ class Server:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(role_switch, "TOLD_S", 0.02)
     monkeypatch.setattr(role_switch, "DRAINED_S", 0.5)
+
+
+def test_door_shuts_when_every_picker_knows() -> None:
+    assert TOLD_S > FRESH_S, "or counts no more on what the server said before"
 
 
 async def ask_door(server: Server, path: str = "/generate", method: str = "POST") -> int:

@@ -37,6 +37,10 @@ def test_mixed_batches_alone_are_taken_and_equal_stock(options: dict[str, Any]) 
     check(**options)
 
 
+def test_fp8_pool_is_scaled_as_stored() -> None:
+    check(dtype=torch.float8_e4m3fn, scales=(0.5, 2.0))
+
+
 def test_parent_gets_slots_of_layers_left_to_it() -> None:
     check(left=True)
 

@@ -65,6 +65,15 @@ def test_every_step_of_a_batch_equals_torch_native(dtype: torch.dtype, window: i
         torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
+def test_an_fp8_pool_equals_torch_native() -> None:
+    world, layer = World(mha_pool(torch.float8_e4m3fn)), radix_layer()
+    native, ours = TorchNativeAttnBackend(world.runner), ReferenceAttnBackend(world.runner)
+    for mode, steps in STEPS[:3]:
+        batch, tensors = world.forward_batch(mode, steps), qkv(sum(steps))
+        actual = run(ours, batch, layer, *tensors)
+        torch.testing.assert_close(actual, run(native, batch, layer, *tensors))
+
+
 def test_layer_without_own_keys_does_not_write() -> None:
     world = World(mha_pool())
     layer = radix_layer()

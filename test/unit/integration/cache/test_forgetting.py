@@ -119,11 +119,21 @@ def being_loaded(world: CacheWorld) -> End:
     return lambda: world.until(lambda: world.cache.check_prefetch_progress(request))
 
 
+def queued_to_be_stored(world: CacheWorld) -> End:
+    """The storage thread comes to it when it is erased."""
+    lock = world.cache.storage.gate.lock
+    lock.acquire()
+    run(world, TOKENS)
+    world.until(lambda: world.cache.ongoing_backup)
+    return lock.release
+
+
 def settle_nothing() -> None:
     pass
 
 
-PLACES = [on_the_device, in_host_memory, on_nvme, being_computed, being_loaded]
+PLACES = [on_the_device, in_host_memory, on_nvme, queued_to_be_stored]
+PLACES += [being_computed, being_loaded]
 
 
 @pytest.mark.parametrize("what", SELECTORS.values(), ids=SELECTORS)

@@ -13,6 +13,7 @@ from cache_world import PAGE, CacheWorld, hashes_of, prompt
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from kit.clock import Clock
+from sglang_tiered.integration.admin import calls
 from sglang_tiered.integration.admin.calls import Calls
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversation_calls import prefetch
@@ -306,6 +307,14 @@ def test_ranks_load_the_shortest_piece(hinting: HintWorld, other: OtherRank) -> 
     hinting.world.until(lambda: hinting.poll()["done"])
     assert hinting.poll()["num_in_memory"] == 3 * PAGE
     assert hinting.is_at_rest()
+
+
+def test_another_ranks_store_bounds_a_hint(
+    hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = lambda _, values: [values[0], *(min(each, 5 * PAGE) for each in values[1:])]  # noqa: E731
+    monkeypatch.setattr(calls, "least_on_every_rank", least)
+    assert hinting.hint(LONG)["num_loading"] == 5 * PAGE
 
 
 def test_another_ranks_clock_ends_a_hint(hinting: HintWorld, other: OtherRank) -> None:

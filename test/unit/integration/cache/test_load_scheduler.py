@@ -200,6 +200,13 @@ def test_unadmitted_request_leaves_nothing_locked(world: CacheWorld, loaded: Any
     assert not world.cache.tiering.loads.unlock_last_loaded()
 
 
+def test_load_without_a_request_stays_evictable(world: CacheWorld) -> None:
+    warming = world.asks("warming", RETURNING)
+    world.cache.tiering.loads.drop(warming)
+    world.until(lambda: warming not in world.cache.ongoing_prefetch)
+    assert host_hit(world) == 0
+
+
 @pytest.mark.parametrize("what", ["loaded", "resident"])
 def test_what_is_kept_gives_way_to_windows(windowed: CacheWorld, what: str) -> None:
     """Else a long queue would leave none of them for new copies; and of a load all is lost without

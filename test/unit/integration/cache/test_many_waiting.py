@@ -98,6 +98,29 @@ def test_all_ranks_look_at_the_same_loads(
     assert [loads.rests(loads.planner.loads.get(each)) for each in requests] == before
 
 
+def test_late_load_behind_others_is_given_up(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of many in the queue computes, though those before it wait on."""
+    *_, last = requests = ask_all(world)
+    planner = world.cache.tiering.planner
+    monkeypatch.setattr(planner, "should_wait", lambda request, **_: request != last)
+    ended: list[Any] = []
+    for _ in range(NUM_LOADS):
+        world.cache.check_hicache_events()
+        ended = ended or [each for each in requests if world.cache.load_has_ended(each)]
+    assert ended == [last]
+
+
+def test_aborted_load_gives_its_room_back(world: CacheWorld, disk: threading.Event) -> None:
+    requests, loads = ask_all(world), world.cache.tiering.loads
+    assert loads.num_tokens() == NUM_LOADS * PAGE
+    for request in requests:
+        world.cache.release_aborted_request(request)
+    disk.set()
+    world.until(lambda: not world.cache.has_loads_under_way and loads.num_tokens() == 0)
+
+
 def test_memory_that_is_read_into_is_not_free(world: CacheWorld, disk: threading.Event) -> None:
     """Aborted in the queue: no other load may get host pages before their reads have ended."""
     host = world.cache.cache_controller.mem_pool_host
@@ -204,3 +227,15 @@ def test_load_with_no_attempt_left_waits_for_none(world: CacheWorld) -> None:
     req: Any = SimpleNamespace(cache_request_handle=spent, storage_prefetch_retry_attempts=8)
     world.cache.tiering.loads.comes(req, 8)
     assert world.cache.load_has_ended(ask(world, "spent", 1))
+
+
+def test_request_elsewhere_holds_no_other_up(world: CacheWorld, disk: threading.Event) -> None:
+    """It was put off, and now waits for a decode server, where SGLang attempts nothing."""
+    allow(world, 3)
+    large = store_large(world, disk, 3)
+    first = ask(world, "first", 0)
+    world.asks("elsewhere", large)
+    behind = ask(world, "behind", 1)
+    disk.set()
+    admit(world, first)
+    world.until(lambda: world.is_retried(behind))

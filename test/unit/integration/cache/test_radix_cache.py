@@ -29,6 +29,7 @@ from small_cache import (
 from zygote import Zygotes
 
 from sglang_tiered.integration.observe.exporter import MetricsExporter
+from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 
 DEADLINE_S = 240.0
 
@@ -77,6 +78,22 @@ def test_switched_role_keeps_every_page_of_nvme(
     assert cache.is_empty
     assert all(load(cache, TOKENS))
     assert cache.storage.region_engine.stats().num_pages_erased == 0
+
+
+def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:
+    store(cache, TOKENS)
+    read: list[Any] = []
+    cache._observer.exporter = SimpleNamespace(
+        export=lambda: None, read_from=read.append, tiers_are_gone=lambda _: None
+    )
+    params: Any = SimpleNamespace(
+        page_size=PAGE, dynamo_kv_event_format=False, kv_event_lora_names=None
+    )
+    cache._observer.events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
+    attach_again(cache)
+    assert read == [cache.process_stats]
+    ((_, _, holds),) = cache._observer.events._tiers
+    assert holds([bytes.fromhex(text) for text in keys_of(TOKENS)]) == [True] * 4
 
 
 def test_old_weights_kv_is_not_stored_after_attaching(cache: Any) -> None:

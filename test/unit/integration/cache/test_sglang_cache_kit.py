@@ -16,9 +16,10 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-from sglang.test.kits.unified_radix_cache import fixtures
+from sglang.test.kits.unified_radix_cache import fixtures, insert_walk
 from sglang.test.kits.unified_radix_cache.config import CONFIGS, CacheConfig, supports_hicache
 from sglang.test.kits.unified_radix_cache.core import UnifiedRadixCacheCoreFixtures
+from sglang.test.kits.unified_radix_cache.insert_walk import SegmentLockFuzzFixtures
 from sglang.test.kits.unified_radix_cache.load_back import UnifiedRadixCacheLoadBackFixtures
 from sglang.test.kits.unified_radix_cache.storage import (
     UnifiedRadixCacheStorageFixtures,
@@ -39,6 +40,7 @@ class Kit(
     UnifiedRadixCacheStorageFixtures,
     UnifiedRadixCacheLoadBackFixtures,
     UnifiedRadixCacheCoreFixtures,
+    SegmentLockFuzzFixtures,
     unittest.TestCase,
 ):
     """The steps of the kit. What differs from the kit is what a CPU and our store need."""
@@ -203,3 +205,27 @@ def test_stored_kv_survives_a_restart_byte_for_byte(kit: Kit, tmp_path: Path) ->
     assert equal(kit.comes_back(second, tokens), computed)
     kit._release_ongoing_load_back_locks(second[0])
     second[0].sanity_check()
+
+
+@configurations(lambda cfg: supports_hicache(cfg) and cfg.has_swa and cfg.page_size == 1)
+def test_random_locks_and_evictions_keep_the_tree_sound(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While nodes with windows are copied and stored."""
+    caches = []
+
+    def build(cfg: CacheConfig) -> Any:
+        fixture = kit._l3_consumer(str(tmp_path))
+        cache, check = fixture[0], fixture[0].sanity_check
+        cache.write_through_threshold = 1
+        step_and_check = lambda: (cache.check_hicache_events(), check())  # noqa: E731
+        monkeypatch.setattr(cache, "sanity_check", step_and_check)  # called after each operation
+        caches.append(cache)
+        return fixture
+
+    monkeypatch.setattr(insert_walk, "build_fixture", build)
+    kit._run_seed(1)
+    (cache,) = caches
+    kit.until(cache, lambda: not cache.ongoing_write_through and not cache.ongoing_backup)
+    host = cache.cache_controller.mem_pool_host
+    assert host.available_size() < host.logical_size, "nothing was copied"

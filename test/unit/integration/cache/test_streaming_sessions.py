@@ -206,3 +206,19 @@ def test_a_sessions_own_pages_are_no_tree_node(talk: Conversation) -> None:
     assert not talk.cache.is_backuped(turn.last_host_node)
     assert not talk.cache.is_root(turn.last_host_node)
     talk.end(turn)
+
+
+def test_with_windows_only_the_first_key_publishes_aborts(
+    open_world: Callable[..., CacheWorld],
+) -> None:
+    """SGLang's own way, where the states of a finished turn are those of the next."""
+    world = open_world(has_window=True)
+    for key, num_published in ((A, aligned(150)), (B, 0)):
+        talk = Conversation(world)
+        talk.end(talk.begin(75, A))
+        talk.end(talk.begin(110, A))
+        talk.abort(talk.begin(150, key))
+        assert talk.num_published(150, key) == num_published
+        talk.close()
+        world.cache.reset()
+        world.allocator.clear()

@@ -93,3 +93,27 @@ def test_fork_of_a_killed_launcher_ends() -> None:
     """It asked to die with its parent when that one was dead, and served nobody for good."""
     ended = ran(sys.executable, "-c", _KILLED, timeout_s=120)
     assert (ended.returncode, ended.stdout) == (-9, "")
+
+
+_INTERRUPTED = """
+import multiprocessing, os, signal
+from sglang_tiered.integration.cpu import processes
+
+def start():
+    os.register_at_fork(before=lambda: signal.raise_signal(signal.SIGINT))
+    process = multiprocessing.Process(target=print, args=("runs",))
+    process.start()
+    process.join()
+
+processes.fork_from_here("cpu")
+try:
+    processes.around_start(start)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_during_a_fork_ends_the_launcher() -> None:
+    """Python drops what is raised while it calls what runs around a fork, and the server stayed."""
+    ended = ran(sys.executable, "-c", _INTERRUPTED, timeout_s=120)
+    assert (ended.stdout, ended.stderr) == ("runs\ninterrupted\n", "")

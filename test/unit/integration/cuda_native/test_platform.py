@@ -81,6 +81,14 @@ def test_what_needs_compiled_kernels_is_refused(given: dict[str, Any], sentence:
         NativeCudaPlatform().apply_server_args_defaults(arguments(**given))
 
 
+def test_each_rank_has_a_device_of_its_own() -> None:
+    """And SGLang takes none of its own ways for CUDA, whose kernels are not there."""
+    found = NativeCudaPlatform()
+    assert found.get_group_coordinator_device(1) == torch.device("cuda", 1)
+    assert found.is_out_of_tree() and not found.is_cuda() and found.device_type == "cuda"
+    assert found.capabilities.supports_triton and not found.capabilities.hicache_device_kernels
+
+
 def test_sglang_imports_on_cuda_without_its_kernels() -> None:
     """In a process of its own: ``is_cuda`` keeps its first answer. What SGLang's server and its
     scheduler import at start asks for no compiled kernel."""

@@ -285,3 +285,13 @@ def test_request_waits_seconds_for_its_server(
         now += 0.9
         assert queue._ensure_prefill_info({server: asked}) == ({}, [])
     assert f"the server at {server} has not answered" in failed[7]
+
+
+def test_waiting_callback_gets_the_ranks(manager: Any) -> None:
+    """A request given up before its prefill server was known would be waited for there."""
+    told: list[Any] = []
+    with bootstrap_that_says(GOOD_INFO, GOOD_ROW) as server:
+        manager.bootstrap_client.call_with_ranks(server, told.append)
+        eventually(lambda: bool(told))
+        manager.bootstrap_client.call_with_ranks(server, told.append)  # known by now: at once
+    assert told == [[RANK], [RANK]]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from interpreted import interpreted
 
 from sglang_tiered.integration.disaggregation.device_memory import DeviceMemory
@@ -93,3 +94,12 @@ def test_next_slab_leaves_the_last_alone() -> None:
         expected = np.zeros(96, np.uint8)
         host.gather(index, PAGES[1:2], None, expected)
         assert np.array_equal(out, expected)
+
+
+def test_thread_is_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch.cpu, "set_device", chosen.append)
+    device = memories(pool())[1]
+    device.enter_thread()
+    assert chosen == [torch.device("cpu")]
+    assert not device.is_host, "other processes would be offered it"

@@ -158,3 +158,10 @@ def test_rooms_of_replaced_weights_end_first(
     assert [call[1] for call in ended if call[0] == "close_room"] == [(ROOM,), (ROOM + 1,)]
     assert set(manager.request_status.values()) == {KVPoll.Failed}
     assert all(CHANGED in manager.failure_records[room] for room in (ROOM, ROOM + 1))
+
+
+def test_request_without_a_replica_fails_with_reason() -> None:
+    receiver = ZmqKVReceiver(manager_of(ZmqKVReceiver), SERVER, ROOM)
+    receiver.init(-1)
+    assert receiver.poll() == KVPoll.Failed
+    assert "does not say which replica" in reason_of(receiver).failure_reason

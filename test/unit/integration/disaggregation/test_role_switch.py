@@ -24,7 +24,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode, TransferConfig
-from sglang_tiered.integration.disaggregation.handoffs import Handoffs
+from sglang_tiered.integration.disaggregation.handoffs import Handoffs, WeightUpdate
 from sglang_tiered.integration.disaggregation.manager import ZmqKVSender, make_manager
 from sglang_tiered.integration.hooks import _after_decode_queue
 from sglang_tiered.transfer.messages import Asked
@@ -127,6 +127,7 @@ def test_teardown_leaves_no_socket_thread_or_memory(
         if role is DECODE:
             manager.bootstrap_client.ensure_known(rank.address)
             _after_decode_queue(None, queue(kv_manager=manager))
+            assert manager.forward_stream is scheduler.forward_stream, "it may still write there"
         last = weakref.ref(manager)
         manager.teardown()
         del manager
@@ -151,3 +152,18 @@ def test_a_replica_knows_its_own_number(rank: Rank, method: str) -> None:
             assert answer.json() == ({str(room): 1} if method == "round_robin" else {})
         finally:
             manager.teardown()
+
+
+def test_replaced_weights_stay_replaced_after_a_switch(rank: Rank) -> None:
+    """A manager that read the files of the start again handed over KV of others as theirs."""
+    first = rank.make(PREFILL)
+    eventually(lambda: first.endpoint._model is not None)
+    of_start = first.endpoint._model
+    first.weights_changed(WeightUpdate(), memory_is_clean=True)
+    eventually(lambda: first.endpoint._model not in (None, of_start))
+    replaced, adapters = first.endpoint._model, first.adapters
+    first.teardown()
+    second = rank.make(DECODE)
+    eventually(lambda: second.endpoint._model is not None)
+    assert second.endpoint._model == replaced and second.adapters is adapters
+    second.teardown()

@@ -13,7 +13,9 @@ import pytest
 import torch
 import yaml
 from host_pools import storage_config
+from sglang.srt import runtime_context
 from sglang.srt.arg_groups.fields.model import Model
+from sglang.srt.arg_groups.fields.spec import Spec
 from sglang.srt.runtime_context import get_context
 
 from sglang_tiered.config import TransferConfig
@@ -236,6 +238,19 @@ def test_storage_attached_after_an_update_ignores_files(
     assert identify() == identify()
     namespace.drop_digests()
     assert identify() != identify()
+
+
+def test_renamed_sglang_setting_stops_the_server(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    """An identity without it would let pages of another meaning be read."""
+    name = "speculative_draft_kv_cache_dtype"
+    with get_context().override_server_args(model_path=str(model)):
+        spec = runtime_context.get_spec()
+        kept = {each: getattr(spec, each) for each in Spec.__struct_fields__ if each != name}
+        monkeypatch.setattr(runtime_context, "get_spec", lambda: SimpleNamespace(**kept))
+        with pytest.raises(AttributeError, match=name):
+            namespace.server_identity(storage_config())
 
 
 def test_ranks_cut_otherwise_have_the_same_model(model: Path) -> None:

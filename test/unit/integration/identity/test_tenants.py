@@ -66,6 +66,12 @@ def test_a_purge_of_everything_concerns_all_and_none(purged: HiddenTenants) -> N
     assert purged.is_hidden(None, None) and not purged.is_hidden(untenanted, None)
 
 
+def test_sglangs_suffix_of_a_marked_key_counts(purged: HiddenTenants) -> None:
+    purged.quarantine(A)
+    marked = f"{purged.key_of('a', 'salt')}|ns"
+    assert purged.tenant_of(marked, "salt") == tenant_digest("a|ns", "salt")
+
+
 def test_user_key_is_never_read_as_mark() -> None:
     purged, other = HiddenTenants(), HiddenTenants()
     other.quarantine(A)

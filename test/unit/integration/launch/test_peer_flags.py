@@ -88,6 +88,7 @@ def test_a_rank_follows_those_with_its_pages() -> None:
         ({"tier_peers": "host"}, "--tier-peers 'host' is no address; write HOST:PORT"),
         ({"tier_peers": ","}, "--tier-peers names no server"),
         ({"tier_peers": "a:1,b:2"}, "--tier-peers names servers of several ports"),
+        ({"tier_peers": "a:1", "pp_size": 2}, "--tier-peers cannot run with --pp-size 2"),
     ],
 )
 def test_what_cannot_work_leaks_no_password(explicit: dict[str, Any], sentence: str) -> None:

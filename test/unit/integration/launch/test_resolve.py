@@ -97,6 +97,11 @@ def test_ranks_of_one_machine_share_the_caps(resolve: Any) -> None:
         ("--tier-nvme-writes-per-day 0", "greater than zero; drop it to write without a limit"),
         ("--tier-nvme-bytes 1GiB --tier-nvme-writes-per-day 1MiB", "allow 10 regions of 128MiB"),
         ("--disable-radix-cache", "--disable-radix-cache cannot run with tiering"),
+        ("--enable-lmcache", "--enable-lmcache cannot run with tiering"),
+        ("--enable-flexkv", "--enable-flexkv cannot run with tiering"),
+        ("--radix-cache-backend flexkv", "--radix-cache-backend cannot run with tiering"),
+        ("--enable-unified-cache-external-linker", "-external-linker cannot run with tiering"),
+        ("--hicache-storage-prefetch-retry-max-attempts 0", "max-attempts must be at least 1, or"),
         ("--disaggregation-decode-enable-offload-kvcache", "cannot run with tiering; drop"),
         ("--hicache-storage-backend file", "--hicache-storage-backend names a storage backend"),
         ("--hicache-host-memory-mode buffer_only", "buffer_only leaves no host tier"),
@@ -120,6 +125,16 @@ def test_bad_combination_is_one_sentence(
     message = str(caught.value)
     assert sentence in message and message.endswith(".") and "\n" not in message
     assert list(tmp_path.iterdir()) == []
+
+
+def test_more_regions_than_open_files_are_refused(
+    resolve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_args, "max_regions", lambda: 10)
+    line = "--tier-dir {tmp}/kv --tier-nvme-bytes 64MiB"
+    with pytest.raises(ConfigError, match=r"4MiB makes 16 files of each rank's 64MiB.* for 10;"):
+        resolve(line + " --tier-nvme-region-bytes 4MiB")
+    assert resolve(line).config.nvme.region_bytes == 8 * MiB
 
 
 @pytest.fixture
@@ -212,3 +227,14 @@ def test_sizes_are_those_of_the_resolved_settings(resolve: Any) -> None:
     model = {"tp_size": 4, "pp_size": 1, "dp_size": 1, "attn_dp_size": 2, "attn_cp_size": 2}
     config = shards.of_settings(SimpleNamespace(**model, nnodes=1)).put_into(config)
     assert (config.num_ranks, config.tp_size, config.dp_size) == (4, 1, 2)
+
+
+def test_missing_compiler_leaves_the_host_tier(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    words = ["--model-path", "m", "--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "1GiB"]
+    given = server_args.explicit_arguments(parser, words), words
+    resolved = server_args.resolve_without_nvme(*given, on_cpu=True, problem="c++ not found")
+    assert resolved.config.mode is TierMode.HOST and resolved.config.nvme is None
+    assert "--hicache-storage-backend" not in resolved.sglang_arguments
+    assert "c++ not found" in resolved.notes[-1]

@@ -10,11 +10,11 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from kit.process_stats import FULL, STATS, with_engine
+from kit.process_stats import FULL, STATS, timed, with_engine
 from kit.promtool import check_metrics
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
-from sglang_tiered.metrics import METRICS
+from sglang_tiered.metrics import BOUNDS_S, METRICS, Durations, MetricKind
 from sglang_tiered.storage.base import TierStats
 from sglang_tiered.storage.encoding import EncodingStats
 from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
@@ -83,3 +83,32 @@ def test_counters_follow_the_engine_and_never_double(value: Callable[..., float 
     assert value("stored_pages_total", tier="nvme") == 10
     corrupt = {"tier": "nvme", "operation": "load", "reason": "corrupt"}
     assert value("page_outcomes_total", **corrupt) == 4
+
+
+def test_reason_has_a_series_before_it_happens(value: Callable[..., float | None]) -> None:
+    """Or a rate of it would miss the first."""
+    MetricsExporter(lambda: FULL, labels=RANK).export()
+    for metric in METRICS:
+        name = f"{metric.name}_total" if metric.kind is MetricKind.COUNTER else metric.name
+        for source in metric.sources:
+            for key in source.known:
+                labels = zip(metric.labels, (*source.labels, *key), strict=True)
+                assert value(name, **dict(labels)) is not None, (name, key)
+
+
+def test_histogram_equals_what_was_recorded(value: Callable[..., float | None]) -> None:
+    durations, now = Durations(), [0.0]
+    took = [0.0, 0.0001, 0.00011, 0.02, 59.9, 60.0, 1000.0]
+    stats = lambda: with_engine(store_durations=durations.take())  # noqa: E731
+    exporter = MetricsExporter(stats, clock=lambda: now[0], labels=RANK)
+    for seconds in took:
+        durations.record(seconds)
+        exporter.export()
+        now[0] += 1.0
+    name = "store_duration_seconds"
+    assert value(f"{name}_sum", tier="nvme") == pytest.approx(sum(took))
+    for bound in BOUNDS_S:
+        at_most = sum(seconds <= bound for seconds in took)
+        assert value(f"{name}_bucket", tier="nvme", le=str(bound)) == at_most, bound
+    exporter.read_from(lambda: with_engine(store_durations=timed(0.5)))  # opened again
+    assert value(f"{name}_count", tier="nvme") == len(took) + 1

@@ -1,13 +1,17 @@
-"""What announces pages of lower tiers ends no scheduler, and ends with its cache."""
+"""What announces pages of lower tiers ends no scheduler, and loses no change."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.disaggregation.kv_events import StorageMedium
+from cache_world import PAGE, cache_world, hashes_of, prompt
+from sglang.srt.disaggregation.kv_events import BlockStored, StorageMedium
 
+from sglang_tiered.integration.observe import kv_events
 from sglang_tiered.integration.observe.kv_events import TierEvents
 
 
@@ -41,3 +45,71 @@ def test_thread_outlives_the_cache(events: TierEvents) -> None:
     events.close()
     assert not thread.is_alive()
     events.close()
+
+
+class Router:
+    """A tier that holds what a test says, and what is known of it by its events."""
+
+    def __init__(self, core: Any, max_pages: int) -> None:
+        params: Any = SimpleNamespace(
+            page_size=PAGE, dynamo_kv_event_format=False, kv_event_lora_names=None
+        )
+        self.held, self.is_sick, self.known = set[bytes](), False, set[int]()
+        tiers = {StorageMedium.DISK: self.holds}
+        self.events = TierEvents(core, tiers, params, max_pages=max_pages)
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool] | None:
+        return None if self.is_sick else [key in self.held for key in keys]
+
+    @property
+    def names(self) -> set[int]:
+        return {int.from_bytes(key[:8], "big", signed=True) for key in self.held}
+
+    def follow(self) -> None:
+        for event in self.events.take_events():
+            blocks = set(event.block_hashes)
+            if isinstance(event, BlockStored):
+                assert not blocks & self.known
+                self.known |= blocks
+            else:
+                assert blocks <= self.known
+                self.known -= blocks
+
+    def settle(self) -> None:
+        self.events.sweep()
+        while self.events._changed:
+            self.follow()
+
+
+@pytest.mark.parametrize("max_pages", [16, 1000])
+def test_sweep_and_scheduler_lose_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_pages: int
+) -> None:
+    """Both at once, while pages come and go. Beyond the bound a router knows less, and nothing
+    that is not so."""
+    monkeypatch.setattr(kv_events, "SWEEP_PAUSE_S", 0.001)
+    with cache_world(tmp_path / "kv", monkeypatch) as world:
+        router = Router(world.cache.tree_core, max_pages)
+        router.events.start()
+        prompts = [prompt(number, 2) for number in range(24)]
+        for turn, tokens in enumerate(prompts):
+            world.compute(tokens)
+            router.held |= set(map(bytes.fromhex, hashes_of(tokens)))
+            router.events.announce_node(world.match(tokens).best_match_node)
+            if turn % 3 == 0:
+                router.held -= set(map(bytes.fromhex, hashes_of(prompts[turn // 2])))
+            router.follow()
+        router.events.close()
+        router.settle()
+        assert 0 < len(router.events._pages) <= max_pages
+        assert router.known <= router.names and (max_pages == 16 or router.known == router.names)
+        before, router.is_sick = set(router.known), True
+        router.settle()
+        assert not router.known, "nobody can read them"
+        router.is_sick = False
+        router.settle()
+        assert router.known == before
+        router.events.tree_was_reset()
+        router.known.clear()  # as SGLang's own event has it, of all media
+        router.settle()
+        assert router.known == before

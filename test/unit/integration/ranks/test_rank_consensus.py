@@ -35,6 +35,10 @@ def test_question_is_answered_with_the_least_value() -> None:
         exchange(ranks)
         assert [rank.ask_ranks("b", 999) for rank in ranks] == [0, 0]
         assert [rank.ask_ranks("a", 999) for rank in ranks] == [192, 192]
+    for rank in ranks:
+        rank.drop_question("a")
+        rank.drop_question("never asked")
+    assert [rank.ask_ranks("a", 5) for rank in ranks] == [None, None]
 
 
 def test_forgotten_question_gets_no_old_answer() -> None:

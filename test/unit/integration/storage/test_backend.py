@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from sglang_tiered.integration.admin.conversations import make_durable
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
+from sglang_tiered.integration.identity.tenants import HiddenTenants, key_of_request, tenant_digest
 from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import backend
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.base import Erasure, Tier
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.files import NAMESPACE_NAME
 
 TIMEOUT_S = 20.0
@@ -94,6 +97,19 @@ def test_new_weights_store_nothing_before_the_flush(make: Storages) -> None:
     assert storage.batch_exists(hashes("a")) == 1
 
 
+def test_a_tenants_purge_reaches_its_adapters_pages(make: Storages) -> None:
+    """And those of which nobody knows whose they are."""
+    storage, tenants = make.open(make_pool(0)), HiddenTenants()
+    sent = {"a": ("acme", None), "b": ("acme", "0" * 32), "c": ("other", "0" * 32)}
+    for slot, (page, (extra_key, lora_id)) in enumerate(sent.items()):
+        key = key_of_request(extra_key + (lora_id or ""), lora_id)
+        owner = {"tenant": tenants.tenant_of(key, "salt")}
+        assert store_pages(storage, hashes(page), slots(slot), **owner) == [True]
+    assert store_pages(storage, hashes("d"), slots(3)) == [True]
+    assert is_true(storage.erase(Erasure(tenant=tenant_digest("acme", "salt"))), TIMEOUT_S)
+    assert [storage.batch_exists(hashes(page)) for page in "abcd"] == [0, 0, 1, 0]
+
+
 @pytest.mark.parametrize("num_admitted", [0, 2])
 def test_dropped_pages_are_answered_false_and_never_touched(
     make: Storages, num_admitted: int
@@ -145,6 +161,25 @@ def test_late_stores_of_old_weights_are_not_found(make: Storages, hang: threadin
     storing.join(TIMEOUT_S)
     assert stored == [True]
     assert storage.batch_exists(hashes("a")) == 0
+
+
+def test_stores_under_way_never_count_as_new_weights(make: Storages) -> None:
+    """The backup thread asks whether to store, and hands over, under one lock."""
+    storage, stored = make.open(make_pool(0)), list[bool]()
+    storing = threading.Thread(
+        target=lambda: stored.extend(store_pages(storage, hashes("a"), slots(0)))
+    )
+
+    def waits_for_the_lock() -> bool:
+        frame = sys._current_frames().get(storing.ident or 0)
+        return frame is not None and frame.f_code.co_name == "begin_store"
+
+    with storage.gate.lock:
+        storing.start()
+        eventually(waits_for_the_lock)
+        storage.change_weights(tree_is_empty=False)
+    storing.join(TIMEOUT_S)
+    assert stored == [False] and storage.batch_exists(hashes("a")) == 0
 
 
 # ---- Weights that take long to read ----

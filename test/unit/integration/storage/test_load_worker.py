@@ -260,3 +260,37 @@ def test_thread_that_ends_waits_for_all_it_began() -> None:
     disk.finish()
     loads.thread.join(DEADLINE_S)
     assert not loads.thread.is_alive() and disk.num_under_way == 0
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "pools", "is_alone", "expected"),
+    [
+        (10, (), True, [4, 8, 10]),
+        (20, (), False, [20]),  # other ranks send another number of acks
+        (20, ("draft",), True, [20]),  # of which fewer pages may be there
+    ],
+)
+def test_parts_count_at_once_where_they_may(
+    num_pages: int, pools: tuple[str, ...], is_alone: bool, expected: list[int]
+) -> None:
+    load = make_load(0, num_pages, pools)
+    loads = Loads(Disk(part_pages=4), load, is_alone=is_alone)
+    loads.end()
+    assert loads.num_arrived(load) == expected
+
+
+def test_unknown_page_size_ends_no_thread() -> None:
+    """A load that SGLang hears nothing of keeps its memory for good."""
+    disk = Disk()
+    disk.page_bytes = lambda *_: 1 // 0  # type: ignore[method-assign]
+    loads = Loads(disk, make_load(0, 3, ("draft",)), make_load(10, 300))
+    loads.end()
+    assert not disk.asked
+
+
+def test_abort_ends_a_load_between_two_parts() -> None:
+    disk, load = Disk(part_pages=1), make_load(0, 100)
+    disk.is_open = True
+    disk.begins = lambda: load.mark_terminate() if len(disk.asked) == 3 else None
+    Loads(disk, load).end()
+    assert len(disk.asked) <= 3 + NUM_PARTS

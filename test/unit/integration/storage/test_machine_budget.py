@@ -182,6 +182,15 @@ def test_a_record_covers_its_store_at_each_step(
     assert len(told) == 2 and two[0].capacity < two[1].capacity
 
 
+def test_no_record_gives_above_the_total(open_store: OpenStore) -> None:
+    store = open_store("b")
+    records = store.budget._records  # as somebody would who writes the table
+    with records.table() as table:
+        mine = table.records[records.name]
+        mine.cap_bytes = mine.due_bytes = 1 << 60
+    tick(store)
+
+
 def test_what_a_dead_store_had_comes_back(two: tuple[Store, Store], open_store: OpenStore) -> None:
     a, b = two
     rounds(a, two, 34, 2)

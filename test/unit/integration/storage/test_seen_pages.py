@@ -220,3 +220,11 @@ def test_hints_are_bounded_by_slots_and_last_noted() -> None:
         np.frombuffer(segment, np.uint8).ctypes.data for page in found for segment in page
     ] == places
     assert held.find([*known, b"z" * 32]) is None
+
+
+def test_memory_that_fails_is_read(serve: Callable[..., Server]) -> None:
+    """A fault of the owner's is none of the device's, and costs others no page."""
+    server = serve()
+    server.hold(3, slot=1)
+    server.held.find = lambda _: 1 // 0  # type: ignore[assignment, method-assign]
+    assert server.read(3) == [server.pages[3]] and server.num_from_memory == 0

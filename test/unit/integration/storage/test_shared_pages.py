@@ -221,6 +221,17 @@ def test_bucket_pages_reach_every_rank(ranks: Ranks) -> None:
     assert (usage.tenant, usage.num_pages) == (TENANT, 3)
 
 
+def test_the_lender_opens_no_more_files_than_allowed(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_pages, "max_regions", lambda: 8)
+    first, _ = ranks.open(latent_pool(1), latent_pool(1))
+    store([first])
+    (region,) = (ranks.directory / SHARD).glob("region-*")
+    assert region.stat().st_size == 8 * MiB
+    assert first.region_engine.stats().capacity_bytes == 64 * MiB
+
+
 @pytest.mark.parametrize("shares", [True, False])
 def test_shards_of_another_sharing_take_no_space(
     ranks: Ranks, shares: bool, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -73,6 +74,52 @@ def test_two_files_are_all_there_is(path: Path) -> None:
     kept = rids(older) + rids(path)
     assert kept == [f"r{number}" for number in range(100 - len(kept), 100)]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and writer.num_dropped == 0
+
+
+def test_full_disk_leaves_no_half_line(path: Path) -> None:
+    """It takes a part of what would outgrow it, refuses the rest, and has room again one day."""
+    is_full = True
+
+    def write(descriptor: int, data: bytes) -> int:
+        room = 2000 - os.fstat(descriptor).st_size if is_full else len(data)
+        if room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return os.write(descriptor, data[:room])
+
+    writer = LineWriter(path, max_bytes=LARGE, write=write)
+
+    def num_told() -> int:
+        return writer.num_dropped + (path.read_bytes().count(b"\n") if path.exists() else 0)
+
+    for number in range(20):
+        writer.put(*ended(f"r{number}"))
+        eventually(lambda number=number: num_told() == number + 1)
+    kept = rids(path)
+    assert kept == [f"r{number}" for number in range(len(kept))] and 0 < len(kept) < 20
+    is_full = False
+    writer.put(*ended("after"))
+    writer.close()
+    assert rids(path) == [*kept, "after"] and writer.num_dropped == 20 - len(kept)
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted", "killed"])
+def test_next_line_is_there_and_whole(path: Path, how: str) -> None:
+    """Whoever took the file, and where a killed server left a line half."""
+    writer = LineWriter(path, max_bytes=LARGE)
+    writer.put(*ended("before"))
+    eventually(lambda: path.exists() and path.stat().st_size, "written")
+    if how == "moved":
+        path.rename(path.with_name("elsewhere"))
+    elif how == "deleted":
+        path.unlink()
+    else:
+        writer.close()
+        with path.open("ab") as file:
+            file.write(b'{"v":1,"rid":"half')
+        writer = LineWriter(path, max_bytes=LARGE)
+    writer.put(*ended("after"))
+    writer.close()
+    assert json.loads(path.read_bytes().splitlines()[-1])["rid"] == "after"
 
 
 def test_file_that_became_a_link_is_not_followed(path: Path) -> None:
