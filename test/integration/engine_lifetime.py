@@ -49,6 +49,8 @@ def main() -> None:
     returned = engine.generate(question, {"temperature": 0, "max_new_tokens": 16})
     print("returned", repr(returned["text"]))
     print("loaded", returned["meta_info"]["cached_tokens_details"]["storage"])
+    print("durable", engine.checkpoint(text=question, tier="nvme", within_s=60).num_tokens)
+    print("costs", len(engine.costs().ranks), len(engine.tenants()[0]))
     with contextlib.suppress(TieredError):
         sglang_tiered.Engine(**settings)
         print("second", "started")

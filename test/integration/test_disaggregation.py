@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conftest import PAGE, make_prompts, residency, until
+from kit.small_model import write_small_model
 from prefill_decode import PrefillDecode, post, transfer_state
 from server_process import Server
 
@@ -136,3 +137,20 @@ def test_abort_on_prefill_ends_the_request_on_decode(pair: Pair) -> None:
         assert all(future.result(60).status == 200 for future in others)
     assert decoded.status != 200 or len(decoded.output_ids) < 8, "it was done before the abort"
     assert "abort" in decoded.error.lower()
+
+
+# The last: a server whose weights were replaced equals no fresh one.
+def test_other_weights_are_refused_on_both_sides(pair: Pair, model: Path, tmp_path: Path) -> None:
+    """A rolling update: one side is ahead, then both are level again."""
+    other, (prompt, again) = write_small_model(tmp_path / "other", seed=2), make_prompts(91, 2, 700)
+    expected, told = pair.generate(prompt).output_ids, "/update_weights_from_disk"
+    assert pair.prefill.request(told, {"model_path": str(other)})["success"]
+    before = moved(pair)
+    for reply in (*pair.both(again), pair.generate(prompt)):  # of which decode's memory has all
+        assert reply.status == 503
+        for role, server in (("decode", pair.decode), ("prefill", pair.prefill)):
+            assert f"{role} at 127.0.0.1:{server.port}" in reply.error, reply.error
+    assert moved(pair) == before
+    assert pair.decode.request(told, {"model_path": str(other)})["success"]
+    after = pair.generate(prompt)
+    assert after.status == 200 and after.output_ids != expected

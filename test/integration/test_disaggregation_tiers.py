@@ -22,11 +22,14 @@ HANG_S = 10.0  # of each read, many times what prefill takes
 CHUNKS = ("--chunked-prefill-size", "512")
 
 
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_disk_slower_than_prefill_delays_no_request(
-    disk: Disk, model: Path, tmp_path: Path
+    num_ranks: int, disk: Disk, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What ranks of decode agreed on is compared by SGLang's own checker."""
+    monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
     off = ("--tier-mode", "off", "--page-size", str(PAGE), "--max-total-tokens", "16384")
-    tiers = ("--max-total-tokens", "4096", "--tier-host-bytes", "36MiB")
+    tiers = ("--tp", str(num_ranks), "--max-total-tokens", "4096", "--tier-host-bytes", "36MiB")
     tiers += ("--tier-dir", str(tmp_path / "kv"))
     pair = PrefillDecode.spawn(model, tmp_path, *CHUNKS, prefill=off, decode=tiers)
     try:
@@ -45,6 +48,7 @@ def test_disk_slower_than_prefill_delays_no_request(
         state = pair.decode.tier_state()
         decided = ("load_decision_tokens:gave_up", "load_decision_tokens:declined")
         assert sum(state.get(name, 0) for name in decided) > 0
+        assert [reply.output_ids for reply in ask()] == expected
     finally:
         pair.kill()
 

@@ -173,4 +173,5 @@ def test_engine_answers_as_a_server_and_starts_again(
     assert lines[0].endswith(found["returned"][0])
     assert number(found, "loaded") == number(found, "pinned") >= 5 * PAGE
     assert "second" not in found
+    assert number(found, "durable") >= 5 * PAGE and found["costs"] == ["1 1"]
     assert found["ended"] == ["[]"] and found["down"] == ["True []"]

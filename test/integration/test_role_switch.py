@@ -3,17 +3,19 @@ what was stored before is found after."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from route_front import Front
 
 from conftest import PAGE, aligned, make_prompts
 from kit.scrapes import by_rank
 from kit.waiting import eventually
-from prefill_decode import PrefillDecode, transfer_state
+from prefill_decode import PrefillDecode, spawn_role, transfer_state, wait_until_healthy
 from server_process import Server, free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -107,3 +109,42 @@ def test_roles_change_under_traffic(pair: PrefillDecode, stock: Server) -> None:
         assert got == [answer.output_ids for answer in stock.generate_all(prompts)]
         roles = [record_of(server)["role"] for server in (pair.prefill, pair.decode)]
         assert roles == ["prefill", "decode"], "routers learn of it"
+
+
+def test_the_picker_moves_a_server_to_work(model: Path, tmp_path: Path) -> None:
+    """One prefills as much as it can, and one of two that decode has nothing to do. Orders have
+    keys made of the operator's."""
+    key, flags = tmp_path / "key", (*FLAGS, "--admin-api-key", "operator-of-the-test")
+    key.write_text(flags[-1])
+    one, two, three = (("--tier-dir", str(tmp_path / name)) for name in ("one", "two", "three"))
+    two += ("--disaggregation-bootstrap-port", str(OTHER_PORT))
+    pair = PrefillDecode.spawn(model, tmp_path, *flags, prefill=one, decode=two)
+    idle = spawn_role(model, tmp_path / "idle.log", "decode", free_port(), (*flags, *three))
+    urls = [server.url for server in (pair.prefill, pair.decode, idle)]
+    front, prompts, ended = None, iter(make_prompts(4930, 500, 3500)), threading.Event()
+
+    def prefills() -> None:
+        while not ended.is_set():
+            assert pair.generate(next(prompts), 1).status == 200
+
+    try:
+        pair.wait_until_ready()
+        wait_until_healthy(idle)
+        orders = ("--server-key-file", str(key), "--balance", "on", "--balance-cooldown", "10s")
+        front = Front.start(tmp_path, urls, "--envoy", "off", *orders)
+        front.wait_until_ready(3)
+        with ThreadPoolExecutor(3) as pool:
+            working = [pool.submit(prefills) for _ in range(3)]
+            try:
+                eventually(lambda: "has taken its new role" in front.log, timeout_s=120)
+            finally:
+                ended.set()
+            for work in working:
+                work.result()
+        expected = dict(zip(urls, ("prefill", "decode", "prefill"), strict=True))
+        eventually(lambda: {r["url"]: r["role"] for r in front.servers() if r["ready"]} == expected)
+    finally:
+        if front is not None:
+            front.close()
+        idle.kill()
+        pair.kill()

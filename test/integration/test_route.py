@@ -169,6 +169,21 @@ def test_prompts_return_to_where_their_pages_are(front: Front, asked: list[Answe
     pytest.fail(f"{cached} tokens were cached; one server may be slow just then, not more")
 
 
+def test_chats_are_known_by_their_tokens(front: Front, asked: list[Answer]) -> None:
+    text = "".join(map(chr, make_prompts(4601, 1, 400)[0]))
+    body = {"model": "default", "messages": [{"role": "user", "content": text}]}
+
+    def is_known() -> bool:
+        before = front.metric(NOWHERE)
+        usage = json.loads(front.ask(body={**body, "max_tokens": 4}).body)["usage"]
+        num_known = usage["prompt_tokens"] - (front.metric(NOWHERE) - before)
+        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+        assert num_known >= cached, "it knew of all that was there"
+        return bool(cached > 300)
+
+    eventually(is_known, "it returns to where its pages are", timeout_s=LEARN_S)
+
+
 def test_death_before_the_first_token_is_not_seen(
     front: Front, cluster: Cluster, asked: list[Answer]
 ) -> None:

@@ -86,8 +86,14 @@ def test_documented_commands_run_and_ctrl_c_leaves_nothing(
         server.kill()
 
 
-def test_ctrl_c_during_a_model_load_leaves_nothing(desk: Desk, port: int, tmp_path: Path) -> None:
-    server = desk.start(f"scripts/serve --port {port}", port, tmp_path / "log")
+PAIR = pytest.param("scripts/serve-pd", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("command", ["scripts/serve", PAIR])
+def test_ctrl_c_during_a_model_load_leaves_nothing(
+    command: str, desk: Desk, port: int, tmp_path: Path
+) -> None:
+    server = desk.start(f"{command} --port {port}", port, tmp_path / "log")
     try:
         wait_for(re.compile("server_args="), server)  # it starts the other processes then
         interrupt(server)
@@ -105,20 +111,30 @@ tier-dir: kv-of-the-file
 """
 
 
-def test_what_is_printed_works_by_any_address(desk: Desk, port: int, tmp_path: Path) -> None:
-    """By IPv6, where a proxy is set that knows nothing of this machine, and with what it serves
-    from a configuration file."""
+OF_THE_FILE = "scripts/serve --config tiers.yaml --host ::"
+OVER_TLS = "scripts/serve-pd --host ::1 --ssl-certfile cert.pem --ssl-keyfile key.pem"
+
+
+@pytest.mark.parametrize(
+    "command", [OF_THE_FILE, pytest.param(OVER_TLS, marks=pytest.mark.long)], ids=["one", "pair"]
+)
+def test_what_is_printed_works_by_any_address(
+    command: str, desk: Desk, port: int, tmp_path: Path
+) -> None:
+    """By IPv6, over TLS, and where a proxy is set that knows nothing of this machine. One takes
+    what it serves from a configuration file."""
+    desk.run("openssl req -x509 -newkey rsa -nodes -keyout key.pem -out cert.pem -subj /CN=here")
     (desk.folder / "tiers.yaml").write_text(CONFIG)
     proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy"), "http://127.0.0.1:9")
     behind = replace(desk, environment={**desk.environment, **proxies})
-    line = f"scripts/serve --config tiers.yaml --host :: --port {port}"
-    server = behind.start(line, port, tmp_path / "log")
+    server = behind.start(f"{command} --port {port}", port, tmp_path / "log")
     try:
         wait_for(re.compile(r"\[::1\]"), server)
         assert desk.try_what_is_printed(server)
-        assert "device  4,096 tokens" in server.log
-        assert re.search(r"^  nvme +[\d,]+ tokens in 1GiB at ", server.log, re.MULTILINE)
-        assert (desk.folder / "kv-of-the-file" / "STORE").exists()
+        if command == OF_THE_FILE:
+            assert "device  4,096 tokens" in server.log
+            assert re.search(r"^  nvme +[\d,]+ tokens in 1GiB at ", server.log, re.MULTILINE)
+            assert (desk.folder / "kv-of-the-file" / "STORE").exists()
         served = len(server.log)
         interrupt(server)
         assert not re.search("Traceback|leaked|crashed", server.log[served:]), server.log[served:]
@@ -126,10 +142,16 @@ def test_what_is_printed_works_by_any_address(desk: Desk, port: int, tmp_path: P
         server.kill()
 
 
-def test_sglangs_own_commands_serve_with_the_plugin(desk: Desk, port: int, tmp_path: Path) -> None:
+HOST_TIER = "sglang serve --radix-cache-backend tiered --enable-hierarchical-cache"
+PLAIN = pytest.param("python -m sglang.launch_server", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("command", [HOST_TIER, PLAIN], ids=["serve", "launch_server"])
+def test_sglangs_own_commands_serve_with_the_plugin(
+    command: str, desk: Desk, port: int, tmp_path: Path
+) -> None:
     """On the CPU platform, which SGLang by itself has not; with a host tier that SGLang sizes."""
-    line = "sglang serve --radix-cache-backend tiered --enable-hierarchical-cache --model-path M"
-    line += f" --max-total-tokens 4096 --dtype float32 --port {port}"
+    line = f"{command} --model-path M --max-total-tokens 4096 --dtype float32 --port {port}"
     server = desk.start(line, port, tmp_path / "log")
     try:
         server.wait_until_it_generates()
@@ -137,7 +159,8 @@ def test_sglangs_own_commands_serve_with_the_plugin(desk: Desk, port: int, tmp_p
         first_time = [server.generate(prompt) for prompt in prompts]
         again = [server.generate(prompt) for prompt in prompts]
         assert [a.output_ids for a in again] == [a.output_ids for a in first_time]
-        assert sum(answer.cached["host"] for answer in again) > 0
+        from_host = sum(answer.cached["host"] for answer in again)
+        assert (from_host > 0) == (command == HOST_TIER)
         interrupt(server)
     finally:
         server.kill()

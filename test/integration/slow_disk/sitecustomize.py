@@ -3,7 +3,8 @@ that ``SLOW_DISK_FILE`` names, read anew for each operation. Nothing in it is a 
 
 ``read_s``                           every read takes so long
 ``read_bytes_s``, ``write_bytes_s``  the disk's speed
-``failing``                          parts of the names of shards whose reads fail"""
+``failing``                          parts of the names of shards whose reads fail
+``errno``                            every write, and every new file, fails with this error"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def _paced(num_bytes: int, bytes_per_s: float) -> int:
 
 
 def _slow_down(device: Any) -> None:
-    readv, writev = device.readv, device.writev
+    readv = device.readv
 
     def slow_readv(self: Any, *arguments: Any) -> int:
         told = _orders()
@@ -48,10 +49,20 @@ def _slow_down(device: Any) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return _paced(readv(self, *arguments), told.get("read_bytes_s", 0.0))
 
-    def slow_writev(self: Any, *arguments: Any) -> int:
-        return _paced(writev(self, *arguments), _orders().get("write_bytes_s", 0.0))
+    device.readv = slow_readv
+    for name in ("create", "writev", "replace_file"):
+        setattr(device, name, _slow_write(getattr(device, name)))
 
-    device.readv, device.writev = slow_readv, slow_writev
+
+def _slow_write(original: Any) -> Any:
+    def slow_write(*arguments: Any) -> Any:
+        told = _orders()
+        if "errno" in told:
+            raise OSError(told["errno"], os.strerror(told["errno"]))
+        moved = original(*arguments)
+        return _paced(moved, told.get("write_bytes_s", 0.0)) if isinstance(moved, int) else moved
+
+    return slow_write
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +39,32 @@ def test_default_pools_of_all_ranks_fit_together(machine_gib: int, num_ranks: in
     assert host <= (left - (num_ranks - 1) * host) // num_ranks
     assert num_ranks * (device + host) <= 0.65 * allocatable, "activations need memory too"
     assert num_ranks * device <= 8 * GiB
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group whose memory is 12 GiB, of which SGLang keeps 10."""
+    root = Path("/sys/fs/cgroup")
+    is_v2 = (root / "cgroup.controllers").exists()
+    own = "" if is_v2 else re.findall("memory:/(.*)", Path("/proc/self/cgroup").read_text())[0]
+    made = (root if is_v2 else root / "memory") / own / f"sglang-tiered-test-{os.getpid()}"
+    try:
+        made.mkdir()
+    except OSError:
+        pytest.skip("this user may not make a control group here")
+    try:
+        (made / ("memory.max" if is_v2 else "memory.limit_in_bytes")).write_text(str(12 * GiB))
+        yield made
+    finally:
+        made.rmdir()
+
+
+@pytest.mark.slow
+def test_a_control_group_bounds_the_pools(group: Path) -> None:
+    program = f"from {memory.__name__} import allocatable_bytes as told; print(told())"
+    line = f"echo $$ > {group}/cgroup.procs && exec {sys.executable} -c '{program}'"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) < 2 * GiB
 
 
 def test_refused_model_names_needed_and_available_memory() -> None:
