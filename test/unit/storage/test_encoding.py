@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -135,25 +132,6 @@ def test_pages_are_left_before_a_store_fails(opens: Open, monkeypatch: pytest.Mo
     threading.Thread(target=lambda: (finished(job), job_ended.set()), daemon=True).start()
     assert finished(job) == [Reason.OK] * 2
     assert seen == [False]
-
-
-_STORES_AT_EXIT = """
-import atexit, pathlib, sys
-from kit.runs import make_soft_run, soft_encoding
-from kit.tiers import open_region, store
-
-engine = open_region(pathlib.Path(sys.argv[1]), encoding=soft_encoding())
-atexit.register(lambda: (store(engine, make_soft_run(20, [16_384] * 2)), print("stored")))
-"""
-
-
-def test_pages_are_stored_at_exit(tmp_path: Path) -> None:
-    """No pool of ``concurrent.futures`` takes work by then."""
-    program = [sys.executable, "-c", _STORES_AT_EXIT, str(tmp_path / "store")]
-    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_S}
-    how["env"] = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(program, check=False, **how)
-    assert ended.stdout == "stored\n", ended.stderr
 
 
 def test_no_encoder_outlives_its_store(opens: Open) -> None:

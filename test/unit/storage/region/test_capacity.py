@@ -11,7 +11,7 @@ from kit.faulty import FaultyDevice
 from kit.runs import make_run, of
 from kit.tiers import load, open_region, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.storage.base import NO_TENANT, Erasure, Run
+from sglang_tiered.storage.base import NO_TENANT, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.pins import PinRefusal
@@ -96,17 +96,6 @@ def test_the_oldest_go_and_the_rest_stays(engine: RegionEngine) -> None:
     assert engine.stats().capacity_bytes == CAPACITY
     more = fill(engine, range(200, 210))
     assert held(engine, more) == list(range(10))
-
-
-def test_an_erasure_amid_a_shrink_is_durable(opens: Open) -> None:
-    engine = opens()
-    runs = fill(engine, range(11))
-    engine.capacity.set(5 * REGION)
-    assert is_true(engine.erase(Erasure(runs[10].keys)), TIMEOUT_S)
-    eventually(lambda: not engine.capacity.room().is_shrinking, "it shrinks")
-    again = opens(5)
-    assert again.lookup(runs[10].keys).num_hits == 0
-    assert held(again, runs[8:10]) == [0, 1]
 
 
 def test_the_bound_on_pins_follows_the_capacity(engine: RegionEngine) -> None:

@@ -362,16 +362,3 @@ def test_nvme_is_closed_whatever_its_bucket_does(
         with pytest.raises(ZeroDivisionError):
             engine.close()
     assert tiers.open().lookup(run.keys).num_hits == 4
-
-
-def test_jobs_end_when_their_engine_is_closed(engine: TierStack, tiers: Any) -> None:
-    run = make_run(1, PAGES)
-    store(tiers.bucket, run)
-    tiers.bucket.holding = {JobKind.LOAD}
-    job = engine.submit_load(blank(run))
-    closer = threading.Thread(target=engine.close)
-    closer.start()
-    tiers.bucket.release()
-    assert job.wait(TIMEOUT_S)
-    closer.join(TIMEOUT_S)
-    assert not closer.is_alive()

@@ -95,13 +95,6 @@ def test_verify_finds_damage_and_nothing_else(
     assert report["total"]["damaged_pages"] == (where == "pages/*")
 
 
-def test_verify_finds_a_page_under_anothers_name(cli: Cli, url: str, tmp_path: Path) -> None:
-    fill(url, 1)
-    first, second, *_ = sorted((tmp_path / "bucket").rglob("pages/*/*"))
-    first.write_bytes(second.read_bytes())
-    assert len(answer(cli, "verify", url, code=1)["problems"]) == 1
-
-
 def test_gc_plans_and_deletes_only_when_told_to(cli: Cli, url: str, tmp_path: Path) -> None:
     fill(url, 1, 2)
     before = contents(tmp_path)
