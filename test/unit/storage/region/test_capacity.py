@@ -79,8 +79,12 @@ def shrink(engine: RegionEngine, num_regions: int) -> None:
     """What it says that it may take never grows meanwhile: others have what it gave."""
     engine.capacity.set(num_regions * REGION)
     seen = [engine.stats().capacity_bytes]
-    while engine.capacity.room().is_shrinking:
+
+    def is_over() -> bool:
         seen.append(engine.stats().capacity_bytes)
+        return not engine.capacity.room().is_shrinking
+
+    eventually(is_over, "it shrinks")
     assert seen == sorted(seen, reverse=True)
 
 
