@@ -192,6 +192,34 @@ def test_the_socket_is_the_users_and_goes(world: World) -> None:
     assert not socket.exists()
 
 
+def test_one_read_serves_all_ranks_that_ask(world: World, lender: PageLender) -> None:
+    """The rank that lends among them."""
+    run = world.stored(1, 5000, 100)
+    world.let_go.clear()
+    jobs = [lender.load(blank(run), world.submit)]
+    jobs += [each.submit_load(blank(run)) for each in (world.borrower, world.borrow())]
+    eventually(lambda: sum(r.num_readers for r in lender._source._reads.values()) == 2)
+    world.let_go.set()
+    for job in jobs:
+        assert finished(job) == [OK] * 2
+        assert page_data(job.run) == page_data(run)
+    assert world.owner.stats().num_pages_loaded == 2
+    eventually(lambda: not lender._source._reads)
+
+
+def test_load_that_cannot_begin_leaves_nobody_waiting(world: World, lender: PageLender) -> None:
+    joined = []
+
+    def refuses(wanted: Run) -> Job:
+        joined.append(world.ask(wanted))
+        eventually(lambda: bool(lender._source._reads))
+        raise RuntimeError("closed")
+
+    with pytest.raises(RuntimeError, match="closed"):
+        lender.load(blank(make_run(1, [100])), refuses)
+    assert finished(joined[0]) == [MISS]
+
+
 def test_own_load_ends_whatever_its_lender_does(world: World, lender: PageLender) -> None:
     """Of its pages one is missing, for whoever joined it, and it is closed meanwhile."""
     run, gone = world.stored(1), make_run(2, [100])

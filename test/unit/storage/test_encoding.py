@@ -70,6 +70,21 @@ def test_a_server_without_a_decoder_misses_them(opens: Open) -> None:
     loads(opens(soft_encoding()), run)
 
 
+@pytest.mark.parametrize("place", [0, 5000, -1])
+def test_damage_of_encoded_bytes_reaches_no_codec(
+    opens: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    encoding, run = soft_encoding(), make_soft_run(8, [65_536])
+    stored = b"".join(encoding.encode(run.pages[0]))
+    monkeypatch.setattr(encoding._codec, "decode", lambda *_: pytest.fail("it was decoded"))
+    store(opens(encoding), run)
+    damaged = bytearray(stored)
+    damaged[place] ^= 1
+    for path in (tmp_path / "store").glob("region-*"):
+        path.write_bytes(path.read_bytes().replace(stored, damaged))
+    assert load(opens(encoding), run) == [Reason.CORRUPT]
+
+
 @pytest.mark.parametrize(
     ("error", "reason"), [(CodecError, Reason.CORRUPT), (MemoryError, Reason.IO_ERROR)]
 )

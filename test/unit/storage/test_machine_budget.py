@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 from sglang_tiered.checksummed import seal
 from sglang_tiered.errors import ConfigError, StoreError, StoreLockedError
+from sglang_tiered.storage import machine_budget
 from sglang_tiered.storage.machine_budget import (
     BudgetRecords,
     StoreRecord,
@@ -63,6 +65,15 @@ def test_one_is_live_until_it_lets_go(tmp_path: Path) -> None:
     assert record_of(b, again).cap_bytes == 450
 
 
+def test_a_store_whose_shard_is_gone_is_forgotten(tmp_path: Path) -> None:
+    a = joined(tmp_path, "a", floor=900)
+    with pytest.raises(ConfigError, match="--tier-nvme-floor 200 does not fit"):
+        member(tmp_path, "c", floor=200).join()
+    a.leave()
+    (tmp_path / "a").rmdir()
+    assert joined(tmp_path, "c", floor=200)
+
+
 def test_another_total_is_refused_while_one_lives(tmp_path: Path) -> None:
     a = joined(tmp_path, "a")
     with pytest.raises(ConfigError, match="another total than the 1000 bytes"):
@@ -110,6 +121,29 @@ def test_one_that_comes_back_too_large_is_due(tmp_path: Path) -> None:
         assert a.enter(table, 600).due_bytes == 300
 
 
+def test_a_removed_file_of_one_kills_nobody(tmp_path: Path) -> None:
+    a, b = joined(tmp_path, "a"), joined(tmp_path, "b")
+    set_cap(a, 700)
+    (tmp_path / "budget" / f"SERVER-{a.name}").unlink()
+    with DirectoryLock(tmp_path / "a"):  # as a server that has its store open
+        assert record_of(b, a).cap_bytes == 700 and record_of(b, a).is_live
+        with a.table():
+            a.hold()
+    a.leave()
+    assert not record_of(b, a).is_live, "its file is there again"
+
+
+def test_what_lies_beside_is_left_alone(tmp_path: Path) -> None:
+    place = tmp_path / "budget"
+    place.mkdir()
+    (place / "notes.txt").write_text("mine")
+    (place / "SERVER-x").mkdir()
+    (place / ("SERVER-" + "0" * 32)).write_bytes(b"torn")
+    (place / ("SERVER-" + "1" * 32)).symlink_to("/etc/hostname")
+    joined(tmp_path, "a")
+    assert (place / "notes.txt").read_text() == "mine"
+
+
 def test_a_table_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "budget").mkdir()
     (tmp_path / "budget" / "TABLE-2").write_bytes(b"of the future")
@@ -128,6 +162,74 @@ def test_a_closed_shard_gives_its_oldest(tmp_path: Path) -> None:
     with DirectoryLock(tmp_path):
         assert not trim_closed(tmp_path, 100), "a process has it open"
     assert closed_bytes(tmp_path) == 300
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> BudgetRecords:
+    """A closed store that has 700 of the total, and takes 450; nobody looked since."""
+    one = joined(tmp_path, "a")
+    set_cap(one, 700)
+    regions(tmp_path / "a", 3, 150)
+    one.leave()
+    return one
+
+
+def test_a_removed_file_revives_no_dead(tmp_path: Path, closed: BudgetRecords) -> None:
+    (tmp_path / "budget" / f"SERVER-{closed.name}").unlink()
+    found = record_of(member(tmp_path, "b"), closed)
+    assert (found.is_live, found.cap_bytes) == (False, 450)
+
+
+def test_what_pins_kept_is_asked_again(tmp_path: Path, closed: BudgetRecords) -> None:
+    b = member(tmp_path, "b")
+    pin = tmp_path / "a" / ("PIN-" + "a" * 32)
+    pin.write_bytes(b"keeps who knows what")
+    found = record_of(b, closed)
+    assert found.keeps_bytes == found.cap_bytes >= 450
+    pin.unlink()
+    assert record_of(b, closed).keeps_bytes == 0
+
+
+def test_a_shard_that_fails_stops_no_other(
+    tmp_path: Path, closed: BudgetRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b, listdir = member(tmp_path, "b"), os.listdir
+
+    def failing(path: Path | int = -1) -> list[str]:
+        if path == tmp_path / "a":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return listdir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", failing)
+        found = record_of(b, closed)
+        assert found.keeps_bytes == found.cap_bytes == 700, "it may take all that it had"
+        joined(tmp_path, "c")
+    assert record_of(b, closed).keeps_bytes == 0, "it can be read again"
+
+
+def test_a_start_that_failed_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own lock is nobody else's."""
+    one = member(tmp_path, "a")
+    (tmp_path / "a").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_budget, "closed_bytes", lambda _: os.close(-1))
+        with pytest.raises(StoreError, match="Bad file descriptor"):
+            one.join()
+    assert one.join()
+
+
+def test_floors_of_its_own_other_ranks_refuse_nothing(tmp_path: Path) -> None:
+    """They go with their shards: a server that comes again with more ranks takes their place."""
+    for name in ("mine", "other"):
+        (tmp_path / name).mkdir()
+    joined(tmp_path, "other/tp0of1", floor=500)
+    joined(tmp_path, "mine/tp0of1", floor=500).leave()
+    joined(tmp_path, "mine/tp0of2", floor=250)
+    with pytest.raises(ConfigError, match="--tier-nvme-floor 501 does not fit"):
+        member(tmp_path, "mine/tp1of2", floor=501).join()
 
 
 def test_a_directory_of_everybody_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kit.request_hooks import before, refuse
 from kit.waiting import TIMEOUT_S
 from sglang_tiered.checksummed import seal
 from sglang_tiered.storage.base import Erasure
@@ -64,6 +65,29 @@ def test_too_many_keys_hide_more_never_less(monkeypatch: pytest.MonkeyPatch) -> 
     assert erased.hides(N, A, b"x" * 32, 1), "which it cannot tell from those"
     assert not erased.kills(N, A, b"x" * 32, 1), "nothing is deleted for it"
     assert not erased.hides(N, A, b"x" * 32, 10)
+
+
+def test_failing_readers_skip_no_merged_record(make_engine: Any) -> None:
+    """What is read behind one that a collector merged says nothing of it."""
+    a, keys, merges = make_engine(), [bytes([n]) * 32 for n in range(5)], list[bool]()
+    assert a.refresh(TIMEOUT_S)
+    whats = [Erasure.of([key]) for key in keys]
+    paths = [records.record_path(number, what, N) for number, what in enumerate(whats, 1)]
+    for path, what in zip(paths, whats, strict=True):
+        a._requests.put(path, records.record_data(what))
+
+    def merge() -> None:
+        entries = [records._RecordEntry(n, bytes([n]) * 16, 0.0, keys[n - 1]) for n in (1, 2)]
+        a._requests.put(merged_path(2), seal(records._Merged(entries)))
+        a._requests.delete(paths[:2])
+        merges.append(True)
+
+    before(a, "get", merge, paths[1])
+    before(a, "listing", lambda: refuse() if merges else None, records.ERASED, times=2)
+    assert not a.refresh(TIMEOUT_S)
+    assert a.refresh(TIMEOUT_S) and merges
+    with a._state.lock:
+        assert all(a._state.erased.kills(N, A, key, n) for n, key in enumerate(keys))
 
 
 def merged_path(number: int) -> str:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kit.request_hooks import Gate, before, listed, refuse
 from kit.runs import NAMESPACE, make_run, select
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
-from sglang_tiered.storage.bucket import BucketEngine, names
+from sglang_tiered.storage.bucket import BucketEngine, names, state
 from sglang_tiered.storage.bucket import erased as records
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.directory import Listed
@@ -91,6 +92,21 @@ def test_what_peers_tell_hides_before_its_record(a: BucketEngine, b: BucketEngin
     assert all(b.contains(RUN.keys))
 
 
+def test_ever_more_erasures_take_no_more_memory(
+    a: BucketEngine, b: BucketEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "_MAX_HEARD", 3)
+    last = Erasure.of(RUN.keys)
+    for what in (*(Erasure(tenant=bytes([n + 1]) * 16) for n in range(10)), last):
+        assert is_true(a.erase(what), TIMEOUT_S)
+    assert b.refresh(TIMEOUT_S)
+    for engine in (a, b):
+        assert len(engine._state.heard) == 3
+        store(engine, RUN)
+        engine.erase(replace(last, spread=False))
+        assert all(engine.contains(RUN.keys)), "the last is forgotten"
+
+
 def test_a_late_owner_is_told_before_it_stores(
     a: BucketEngine, b: BucketEngine, c: BucketEngine
 ) -> None:
@@ -152,6 +168,20 @@ def test_a_record_of_an_absurd_number_stops_nothing(
         assert all(b.contains(run.keys))
 
 
+def test_a_pin_behind_an_erasure_is_younger(a: BucketEngine, b: BucketEngine) -> None:
+    before(a, "put", refuse, "/erased/")
+    gate = Gate(a, "put", "/erased/")
+    begun = a.erase(Erasure.of(RUN.keys))
+    pinned = a.pin("p", RUN.keys)
+    gate.opened.set()
+    assert not is_true(begun, TIMEOUT_S)
+    assert is_true(pinned, TIMEOUT_S)  # type: ignore[arg-type]
+    assert is_true(a.erase(Erasure(tenant=B)), TIMEOUT_S), "and all that was asked before"
+    for engine in (a, b):
+        assert engine.refresh(TIMEOUT_S, full=True)
+        assert engine.has_pin("p"), "it counts as older than what was erased before"
+
+
 def test_records_merged_under_a_reader_are_read(a: BucketEngine, b: BucketEngine) -> None:
     """By two servers at once, one of which dies before it removes anything."""
     keys = [bytes([n, n + 1]) * 16 for n in range(100)]
@@ -200,6 +230,25 @@ def test_notes_of_pins_go_with_the_pages(make_engine: Any) -> None:
     assert b._state.pins.book.wanted(run.keys) == list(run.keys[1:])
 
 
+@pytest.mark.parametrize("case", ["told before", "over", "refused"])
+def test_no_note_outlives_an_erasure_that_is_true(make_engine: Any, case: str) -> None:
+    """Whatever memory says of the pin: a record of another eraser, which died, emptied it there."""
+    now = [time.time()]
+    a = make_engine(clocks={"wall_clock": lambda: now[0]})
+    until_s = now[0] + 100 if case == "over" else None
+    assert is_true(a.pin("p", RUN.keys, A, until_s, b"notes"), TIMEOUT_S)  # type: ignore[arg-type]
+    if case == "told before":
+        lost = Erasure(tenant=A)
+        a._requests.put(records.record_path(1, lost, N), records.record_data(lost))
+    now[0] += 200
+    assert a.refresh(TIMEOUT_S)
+    if case == "refused":
+        before(a, "delete", refuse, "/pins/")
+        assert not is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
+    assert is_true(a.erase(Erasure(tenant=A)), TIMEOUT_S)
+    assert not listed(a, a._state.layout.pins)
+
+
 @pytest.mark.parametrize("change", ["unpin", "pin"])
 def test_no_erasure_undoes_what_a_pins_owner_did(
     make_engine: Any, tmp_path: Path, change: str
@@ -223,6 +272,26 @@ def test_no_erasure_undoes_what_a_pins_owner_did(
     assert owner.refresh(TIMEOUT_S)
     assert owner._state.pins.book.wanted(more.keys) == (list(more.keys) if change == "pin" else [])
     assert owner.has_pin("p") == (change == "pin")
+
+
+def test_no_collector_deletes_a_pin_renewed_since(make_engine: Any) -> None:
+    a, now = make_engine(), time.time()
+    assert is_true(a.pin("p", RUN.keys, until_s=now + 100), TIMEOUT_S)  # type: ignore[arg-type]
+    assert is_true(a.pin("q", RUN.keys, until_s=now + 100), TIMEOUT_S)  # type: ignore[arg-type]
+    delete, gone = a._requests.delete, list[str]()
+
+    def renewed_behind(paths: list[str]) -> None:
+        delete(paths)
+        gone.extend(paths)
+        if gone[:1] == paths:
+            name = "p" if names.Layout(NAMESPACE).pin("p") in paths else "q"
+            begun = a.pin(name, RUN.keys, until_s=now + 900)
+            assert is_true(begun, TIMEOUT_S)  # type: ignore[arg-type]
+
+    a._requests.delete = renewed_behind  # type: ignore[method-assign, assignment]
+    later = Collector(a._requests, CollectorSettings(), clock=lambda: now + 200)
+    assert later.run_once(NAMESPACE).num_removed == 2
+    assert listed(a, a._state.layout.pins) == gone[:1]
 
 
 def test_no_listing_brings_a_pin_back(a: BucketEngine) -> None:

@@ -27,6 +27,15 @@ def held(table: BucketIndex, *numbers: int) -> list[int]:
     return [n for n, is_held in zip(numbers, table.holds(keys), strict=True) if is_held]
 
 
+def test_more_pages_take_no_more_memory() -> None:
+    """The oldest go, but none that is pinned."""
+    table = BucketIndex(4, None, None, {key(999)}.__contains__)
+    for number in (999, *range(10)):
+        table.put(page(number))
+    assert held(table, 999, *range(10)) == [999, 7, 8, 9]
+    table.check_integrity()
+
+
 def test_a_sweep_takes_what_no_listing_showed() -> None:
     """Not what was put since it began, in whatever way, nor what an earlier one that failed saw."""
     table = index()

@@ -8,7 +8,8 @@ import pytest
 
 from kit.clock import Clock
 from kit.faulty import fail_once
-from kit.runs import blank, make_run
+from kit.request_hooks import listed
+from kit.runs import blank, make_run, of
 from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, Reason
@@ -64,3 +65,32 @@ def test_an_owner_that_fails_ends_no_discovery(make_engine: Any) -> None:
     assert finished(a.submit_store(run)) == [Reason.OK]
     assert b.refresh(TIMEOUT_S)
     assert b.contains(run.keys) == [True]
+
+
+def test_a_first_pass_that_fails_is_paused(make_engine: Any) -> None:
+    clock, seen = Clock(1000.0), list[None]()
+    engine = make_engine(clocks={"clock": clock})
+    assert engine.refresh(TIMEOUT_S)
+
+    def fail(*_: object) -> None:
+        seen.append(None)
+        raise RuntimeError
+
+    engine._requests.each = fail  # type: ignore[method-assign, assignment]
+    engine.set_namespace(b"\x22" * 32)
+    eventually(lambda: seen, "it looks at the new one")
+    assert not engine.refresh(TIMEOUT_S) and not engine.refresh(TIMEOUT_S)
+    assert len(seen) == 3, "it spins"
+    clock.now += 1.5
+    engine._wake_discovery()
+    eventually(lambda: len(seen) == 4, "it gave up")
+
+
+def test_erasures_are_finished_after_internal_errors(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    store(engine, of(b"a" * 16, make_run(1, [4096])))
+    fail_once(monkeypatch, engine._requests, "folders", MemoryError())
+    assert not is_true(engine.erase(Erasure(tenant=b"a" * 16)), TIMEOUT_S)
+    eventually(lambda: not listed(engine, engine._state.layout.pages), "it is not tried again")

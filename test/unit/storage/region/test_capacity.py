@@ -76,8 +76,16 @@ def held(engine: RegionEngine, runs: list[Run]) -> list[int]:
 
 
 def shrink(engine: RegionEngine, num_regions: int) -> None:
+    """What it says that it may take never grows meanwhile: others have what it gave."""
     engine.capacity.set(num_regions * REGION)
-    eventually(lambda: not engine.capacity.room().is_shrinking, "it shrinks")
+    seen = [engine.stats().capacity_bytes]
+
+    def is_over() -> bool:
+        seen.append(engine.stats().capacity_bytes)
+        return not engine.capacity.room().is_shrinking
+
+    eventually(is_over, "it shrinks")
+    assert seen == sorted(seen, reverse=True)
 
 
 def test_the_oldest_go_and_the_rest_stays(engine: RegionEngine) -> None:
@@ -92,6 +100,15 @@ def test_the_oldest_go_and_the_rest_stays(engine: RegionEngine) -> None:
     assert engine.stats().capacity_bytes == CAPACITY
     more = fill(engine, range(200, 210))
     assert held(engine, more) == list(range(10))
+
+
+def test_the_bound_on_pins_follows_the_capacity(engine: RegionEngine) -> None:
+    runs = fill(engine, range(10))
+    shrink(engine, 4)
+    keys = [key for run in runs[8:] for key in run.keys]
+    assert isinstance(engine.pin("both", keys), PinRefusal)
+    engine.capacity.set(CAPACITY)
+    assert not isinstance(engine.pin("both", keys), PinRefusal)
 
 
 def test_a_shrink_ends_at_pinned_regions(engine: RegionEngine) -> None:

@@ -51,3 +51,20 @@ def test_an_internal_error_refuses_only_one_barrier(
     (region,) = engine._state.regions
     assert region.durable_tail == region.published_tail
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["write_footer", "pack_checkpoint"])
+def test_no_internal_error_costs_later_barriers(
+    engine: RegionEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    fail_once(monkeypatch, sync_worker, name)
+    first = make_run(1, [4096] * 10)
+    store(engine, first)
+    job = engine.submit_store(make_run(2, [4096] * 10))  # the first region is full
+    assert job.wait(TIMEOUT_S)
+    engine.flush(TIMEOUT_S)
+    clock.now += 100.0
+    assert engine.lookup(first.keys).num_hits == 10
+    store(engine, *(make_run(seed, [4096] * 10) for seed in range(3, 9)))
+    assert engine.lookup(first.keys).num_hits == 0, "it was reclaimed in its turn"
+    assert engine.flush(TIMEOUT_S)

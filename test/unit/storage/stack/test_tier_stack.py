@@ -13,8 +13,9 @@ from kit.faulty import fail_once
 from kit.runs import OTHER_NAMESPACE, blank, make_run, of, page_data, select
 from kit.tiers import load, loads, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.storage.base import Erasure, JobKind, Reason, Tier
+from sglang_tiered.storage.base import Erasure, Health, JobKind, Reason, Tier
 from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack, loading
 from sglang_tiered.storage.stack.tiers import StackSettings
 
@@ -73,6 +74,14 @@ def test_promotion_is_bounded_and_asks_first(
     if kept:
         loads(engine, run, tenant=TENANT)
         tiers.until(num_promoted=4)
+
+
+def test_pages_of_an_unknown_tenant_are_not_promoted(engine: TierStack, tiers: Any) -> None:
+    """No purge of their tenant would find them."""
+    run = make_run(1, PAGES)
+    store(tiers.bucket, of(TENANT, run))
+    loads(engine, run)
+    assert engine.nvme.view.contains(run.keys) == [False] * 4
 
 
 def test_a_failed_promotion_gives_its_room_back(
@@ -332,3 +341,24 @@ def test_flush_to_an_unreachable_tier_ends_in_time(engine: TierStack, tiers: Any
     assert time.monotonic() - begun < 5
     threading.Timer(0.1, lambda: setattr(tiers.bucket, "sick", False)).start()
     assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+
+
+def test_flush_outlasts_a_pause_of_nvme(still: TierStack) -> None:
+    run = make_run(1, PAGES)
+    store(still, run)
+    assert isinstance(still.nvme, RegionEngine)
+    still.nvme._health.fault("a test")  # for a second
+    assert still.nvme.health is not Health.RUNNING
+    assert still.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+
+
+def test_nvme_is_closed_whatever_its_bucket_does(
+    engine: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(1, PAGES)
+    store(engine, run)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers.bucket, "close", lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.close()
+    assert tiers.open().lookup(run.keys).num_hits == 4

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bucket_engines import opened, run_of, store
+from bucket_engines import opened, paths, run_of, store
 from object_proxy import FaultProxy, expire, status
 from object_server import CREDENTIALS, ObjectServer, s3_environment
 
@@ -138,6 +138,15 @@ def remote(
         place = f"s3://{server.make_bucket()}/tier"
         fill(place, 1)
         yield proxy, place
+
+
+def test_every_command_on_s3(cli: Cli, remote: tuple[FaultProxy, str]) -> None:
+    _, place = remote
+    assert answer(cli, "stat", place)["total"]["pages"] == 4
+    assert answer(cli, "verify", place)["ok"]
+    assert answer(cli, "gc", place, "--max-bytes", "1", "--delete")["deleted"]
+    with opened(place) as engine:
+        assert not paths(engine)
 
 
 def test_a_refusal_shows_no_secret(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from kit.runs import make_run
 from kit.stores import REGION, SIZES, flip, open_engine, store
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.region import sync_worker
+from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.files import ERASED_NAME, PIN_PREFIX
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -229,6 +231,49 @@ def test_an_open_regions_torn_end_is_a_note(
         assert (code, report["total"]["pages"]) == (0, 2)
         assert f"behind offset {synced}" in report["notes"][0]
         flip(shard / FIRST, offset)
+    flip(shard / FIRST, 9000)
+    code, report = verify(cli, shard)
+    assert (code, problems(report)) == (1, [(FIRST, "page")]), "what was synced must be there"
+
+
+@pytest.mark.parametrize("method", ["open", "readv"])
+def test_a_region_reclaimed_meanwhile_is_no_damage(
+    cli: Cli, tier: Path, shard: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    flip(shard / FIRST, 9000)
+    original = getattr(FileReader, method)
+
+    def reclaim(self: FileReader, *arguments: Any) -> Any:
+        if method == "readv" or arguments == (FIRST,):
+            (shard / FIRST).unlink(missing_ok=True)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(FileReader, method, reclaim)
+    code, report = verify(cli, tier, "--jobs", "1")
+    assert (code, report["total"]["regions_gone_meanwhile"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "code"), [("open", errno.EACCES), ("open", errno.EMFILE), ("readv", errno.EIO)]
+)
+def test_a_region_that_cannot_be_read_is_reported(
+    cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch, method: str, code: int
+) -> None:
+    original = getattr(FileReader, method)
+
+    def fail(self: FileReader, what: Any, *arguments: Any) -> Any:
+        name = what if method == "open" else Path(os.readlink(f"/proc/self/fd/{what}")).name
+        if name == FIRST:
+            raise OSError(code, os.strerror(code), name)
+        return original(self, what, *arguments)
+
+    monkeypatch.setattr(FileReader, method, fail)
+    if code == errno.EMFILE:  # too many open files are no damage
+        assert os.strerror(code) in cli("verify", tier).refusal
+    else:
+        outcome, report = verify(cli, tier)
+        assert outcome == 1
+        assert os.strerror(code) in report["shards"][0]["problems"][0]["problem"]
 
 
 def test_a_running_servers_open_region_is_no_damage(cli: Cli, tier: Path, shard: Path) -> None:
