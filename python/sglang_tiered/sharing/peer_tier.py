@@ -155,7 +155,12 @@ class PeerTier(TierEngine):
         except TransferError as error:
             self._context.destroy(linger=0)
             raise ConfigError(str(error)) from error
-        self._membership = self._join(settings)
+        try:
+            self._membership = self._join(settings)
+        except BaseException:
+            self._server.stop()
+            self._context.destroy(linger=0)
+            raise
         self._client = PageClient(pages, keys=keys, context=self._context, clock=clock)
         self._loader = PeerLoader(self._sync.mirror, self._client, clock)
         self._sync.start(self._server, self._membership, pages, keys)

@@ -90,6 +90,11 @@ class LoadPlanner(Generic[Request]):
 
     # ---- What things take ----
 
+    @property
+    def is_unpriced(self) -> bool:
+        """Whether loads are waited for whatever that costs, until SGLang's own deadline."""
+        return self._always or self.follows
+
     def begin_read(self, num_bytes: int, tier: Tier = Tier.NVME) -> InFlightRead:
         """Note that a load (or a probe) begins to read. Any thread; pass the result to
         ``end_read``."""
@@ -252,7 +257,7 @@ class LoadPlanner(Generic[Request]):
         if prefix is None or (num_tokens, is_back) == planned:
             return
         plan = LoadPlan((num_tokens,), 0.0, 0.0)
-        if not (self._always or self.follows):
+        if not self.is_unpriced:
             plan = self.costs.plan_of(
                 num_tokens,
                 num_new=prefix["num_new"],
@@ -316,7 +321,7 @@ class LoadPlanner(Generic[Request]):
         """Plan the load of a request that waits, or, of ``rank``, has no place in the queue yet."""
         prefix = record.prefix
         assert prefix is not None
-        if self._always or self.follows:
+        if self.is_unpriced:
             return LoadPlan((prefix["num_held"],), 0.0, 0.0)
         return self.costs.plan(
             **prefix,
@@ -406,7 +411,7 @@ class LoadPlanner(Generic[Request]):
         ``num_before`` in memory, which lie in ``spans``. A load may end after any page, or where
         ``ends`` says, and has ``least`` tokens. Returns how many tokens to load: they are sooner
         loaded than computed, and the first of those that are if all would take long."""
-        if self._always or self.follows:
+        if self.is_unpriced:
             return num_held
         self.learn()
         tiers = self._tokens_of(spans)
@@ -501,7 +506,7 @@ class LoadPlanner(Generic[Request]):
         ``num_ahead`` tokens of other loads."""
         record = self.loads.get(request)
         load = record.load
-        if load is None or self._always or self.follows:
+        if load is None or self.is_unpriced:
             return load is not None
         plan = load.plan
         ahead = remote_first(num_ahead, self._loading)
@@ -536,7 +541,7 @@ class LoadPlanner(Generic[Request]):
         request stops waiting for a hung disk after what computing costs. Of ranks that share pages,
         the one that keeps them decides: the speed of the others says nothing about its tiers.
         """
-        if self._always or self.follows:
+        if self.is_unpriced:
             return True
         now = self._clock()
         record = self.loads.get(request)

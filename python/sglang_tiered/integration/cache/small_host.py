@@ -254,18 +254,19 @@ class SmallHostTreeCore(UnifiedTreeCore):  # type: ignore[misc]
             return kept
         result = EvictDeviceLeafResult()
         frees = {name: getattr(result, name) for name in _FREES[1:]}
+        is_lost = not (node.backuped or self._has_left_a_copy(node))
         if node.backuped:
             self._release_full_host_duplicate(node, {BASE_COMPONENT_TYPE: 0}, **frees)
-        elif not self._has_left_a_copy(node):
-            result.unbacked_tokens = len(node.key)
         if node.children:  # in host memory only, since a lock kept them there
-            dropped = self.drop_subtree_no_host(node_id)
+            dropped = self.drop_subtree_no_host(node_id)  # or not, where one below is locked
+            is_lost = is_lost and dropped.is_dropped
             for name in _FREES:
                 into, given = getattr(result, name), getattr(dropped, name)
                 into.extend(given) if isinstance(into, list) else into.update(given)
                 given.clear()
-            return result
-        self._delete_unbacked_device_leaf(node, result.tracker, **frees)
+        else:
+            self._delete_unbacked_device_leaf(node, result.tracker, **frees)
+        result.unbacked_tokens = len(node.key) * is_lost
         return result
 
     # ---- Loads from storage ----

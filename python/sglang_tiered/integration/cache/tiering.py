@@ -168,14 +168,15 @@ class Tiering:
 
     def starts_without(self, operation: Any, *, is_overdue: bool) -> bool:
         """Whether a request starts with what has arrived of its load. ``is_overdue``: by SGLang's
-        own deadline, whatever the costs say."""
+        own deadline, which bounds only loads that no price does."""
         storage = self._cache.storage
-        if is_overdue:
+        if storage is not None and self.loads.starts_without(operation, storage):
+            return True
+        if is_overdue and (storage is None or self.planner.is_unpriced):
             num_missing = operation.stats_requested_tokens - operation.completed_tokens
             self.notes.given_up(operation.handle, "deadline", num_missing)
-        if is_overdue or storage is None:
-            return is_overdue
-        return self.loads.starts_without(operation, storage)
+            return True
+        return False
 
     def aborted(self, request: CacheRequestHandle) -> None:
         """Drop a request that was aborted."""

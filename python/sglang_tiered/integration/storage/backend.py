@@ -359,6 +359,7 @@ class TieredStorage(TierQueries):
         If the tree still holds KV of the old weights within reach (not ``tree_is_empty``), stores
         are refused until it is reset, since nothing tells those pages from new ones.
         """
+        was_searching = self._search is not None
         if self._search is not None:
             self._search.stop()
         with self.gate.lock:
@@ -373,6 +374,8 @@ class TieredStorage(TierQueries):
             self._num_updates += 1
             self._set_claim()
             self._fail_late()
+        if was_searching:
+            self._collect()
         waits = "" if tree_is_empty else "; it stores nothing until the old KV in memory is flushed"
         logger.info(
             "NVMe tier: namespace changed to %s (new weights)%s", self._namespace.hex()[:16], waits

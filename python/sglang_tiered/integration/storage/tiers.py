@@ -197,7 +197,12 @@ def open_remote_tiers(
     remote: list[TierEngine] = []
     if config.peers is not None:
         assert on_told is not None
-        remote.append(_open_peers(config, rank, shard, namespace, on_told))
+        try:
+            remote.append(_open_peers(config, rank, shard, namespace, on_told))
+        except BaseException:
+            if bucket is not None:
+                bucket.close()
+            raise
     if bucket is not None:
         remote.append(bucket)
     bounds = StackSettings()

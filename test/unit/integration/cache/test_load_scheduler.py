@@ -10,6 +10,7 @@ import pytest
 from cache_world import PAGE, CacheWorld, prompt
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_tiered.integration.cache.declined_loads import ABSENT, DECLINED, told_end
 from sglang_tiered.integration.cache.load_scheduler import MAX_ASKS_PER_STEP
@@ -160,6 +161,20 @@ def test_request_without_its_window_waits_not_for_ever(
     assert not windowed.cache._prefetch_deadline_expired(operation)
     now[0] += 2 * len(RETURNING)  # computing takes a second per token
     assert windowed.cache._prefetch_deadline_expired(operation)
+
+
+def test_constant_deadline_ends_no_load_that_pays(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It bounds those that are waited for at any price."""
+    world.store(RETURNING)
+    operation = operation_of(world)
+    operation.completed_tokens = 0
+    over = UnifiedRadixCache, "_prefetch_deadline_expired", lambda *_: True
+    monkeypatch.setattr(*over)
+    assert not world.cache._prefetch_deadline_expired(operation)
+    monkeypatch.setattr(world.cache.tiering.planner, "_always", True)
+    assert world.cache._prefetch_deadline_expired(operation)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -30,6 +31,7 @@ from sglang_tiered.integration.identity.tenants import HiddenTenants, key_of_req
 from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import backend
 from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.remote_config import PeerConfig
 from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.files import NAMESPACE_NAME
@@ -288,6 +290,36 @@ def test_weights_replaced_unread_get_an_own_namespace(make: Storages, weights: W
 def bucket(make: Storages) -> None:
     """Below NVMe."""
     make.configure(has_bucket=True)
+
+
+@pytest.mark.usefixtures("bucket")
+def test_weights_replaced_unread_leave_the_bucket_bounded(make: Storages, weights: Weights) -> None:
+    weights.take_long()
+    storage = make.open(make_pool(0))
+    assert not num_threads("bucket-collector")
+    storage.change_weights(tree_is_empty=True)
+    storage.change_weights(tree_is_empty=True)
+    assert num_threads("bucket-collector") == 1
+    weights.are_read(storage)
+
+
+def num_threads(name: str) -> int:
+    return sum(name in each.name for each in threading.enumerate())
+
+
+@pytest.mark.usefixtures("bucket")
+def test_tiers_that_cannot_all_open_leave_no_thread(
+    make: Storages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The port for pages is another's, while the bucket is open already."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        peers = PeerConfig(servers=f"127.0.0.1:{port}", host="127.0.0.1", port=port)
+        make.configure(has_bucket=True, peers=peers)
+        with pytest.raises(ConfigError, match=str(port)):
+            make.open(make_pool(None))
+        make.close()
+    eventually(lambda: not num_threads("bucket"))
 
 
 @pytest.mark.usefixtures("bucket")
