@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import PAGE, Launch, aligned, make_prompts
+from conftest import ALWAYS, PAGE, Launch, aligned, make_prompts
 from server_process import Answer
 from sglang_tiered.demo.model import Shape, write_model
 
@@ -36,7 +36,7 @@ def test_turn_of_a_hundred_thousand_tokens_returns(
         server.kill()
         return first, second
 
-    first, second = ask("--tier-dir", str(tmp_path / "kv"))
+    first, second = ask("--tier-dir", str(tmp_path / "kv"), *ALWAYS)
     expected = ask("--tier-mode", "off")
     assert [first.output_ids, second.output_ids] == [each.output_ids for each in expected]
     assert second.cached["storage"] == aligned(LENGTH + NUM_NEW)
