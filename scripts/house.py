@@ -18,7 +18,7 @@ PRODUCT = ROOT / "python" / "sglang_tiered"
 MAX_WORDS = 30
 SMALL_LINES = 60
 HELD = {
-    "product lines": 62_690,
+    "product lines": 62_720,
     "product files": 279,
     "product classes": 634,
     "class names defined more than once": 8,
@@ -30,7 +30,7 @@ HELD = {
     "laboratory lines": 10_690,
     "kernel lines": 3_340,
     "benchmark lines": 18_400,
-    "test lines": 54_600,
+    "test lines": 58_200,
     "Markdown bytes": 230_490,
 }
 
