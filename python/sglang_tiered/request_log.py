@@ -249,8 +249,9 @@ class GivenUp(_Part, frozen=True, kw_only=True):
         _is(
             "`late`: computing the rest was sooner by then; `deadline`: with `--tier-load "
             "always`, 10 s were over; `turn`: it gained nothing by its turn; `tier`: the tier "
-            "stopped serving; `refused`: SGLang took no load, for lack of host memory; `no_host_path`: what comes "
-            "before has no host copy; `revoked`: SGLang let go of it before it read anything"
+            "stopped serving; `refused`: SGLang took no load, for lack of host memory; "
+            "`no_host_path`: what comes before has no host copy; `revoked`: SGLang let go of it "
+            "before it read anything"
         ),
     ]
     at_s: Annotated[float, _is("when")]
