@@ -18,9 +18,9 @@ PRODUCT = ROOT / "python" / "sglang_tiered"
 MAX_WORDS = 30
 SMALL_LINES = 60
 HELD = {
-    "product lines": 62_720,
+    "product lines": 62_790,
     "product files": 279,
-    "product classes": 634,
+    "product classes": 635,
     "class names defined more than once": 8,
     "product modules with one importer": 67,
     f"product files under {SMALL_LINES} lines": 37,

@@ -248,7 +248,7 @@ class GivenUp(_Part, frozen=True, kw_only=True):
         Cause,
         _is(
             "`late`: computing the rest was sooner by then; `deadline`: with `--tier-load "
-            "always`, 10 s were over; `turn`: it gained nothing by its turn; `tier`: the tier "
+            "always`, SGLang's was over; `turn`: it gained nothing by its turn; `tier`: the tier "
             "stopped serving; `refused`: SGLang took no load, for lack of host memory; "
             "`no_host_path`: what comes before has no host copy; `revoked`: SGLang let go of it "
             "before it read anything"

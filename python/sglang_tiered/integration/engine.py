@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import time
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,7 +49,7 @@ from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_process
 from sglang_tiered.integration.launch import flags, ports, resolve  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
     from sglang_tiered.client.calls import Request
     from sglang_tiered.config import TieredConfig
@@ -84,6 +84,7 @@ class Engine(SyncCalls, SglangEngine):  # type: ignore[misc] # of SGLang nothing
 
     _held: ExitStack | None = None
     _turn: threading.Lock
+    loop: Any
 
     def __init__(self, **keywords: Any) -> None:
         self._turn = threading.Lock()
@@ -101,6 +102,8 @@ class Engine(SyncCalls, SglangEngine):  # type: ignore[misc] # of SGLang nothing
             held.callback(atexit.unregister, self.shutdown)
             held.callback(super().shutdown)
             super().__init__(server_args=server_args)
+            own_loop: asyncio.AbstractEventLoop = self.loop
+            self._own_loop, self.loop = own_loop, _InTurn(own_loop, self._turn)
             self._held = held.pop_all()
 
     def shutdown(self) -> None:
@@ -124,8 +127,9 @@ class Engine(SyncCalls, SglangEngine):  # type: ignore[misc] # of SGLang nothing
                 return 200, msgspec.to_builtins(costs), WHOSE
             call = api.decode(request.call, request.given(), is_query=request.method == "GET")
             answering = TierService(self.tokenizer_manager).answer(call)
-            loop = self.tokenizer_manager.event_loop or self.loop  # the one that hears schedulers
-            status, answer = run_on(loop, answering, self._turn)
+            # The loop that hears schedulers.
+            loop = self.tokenizer_manager.event_loop or self._own_loop
+            status, answer = run_on(loop, answering, self._turn, lambda: self._held is not None)
         except api.CallError as error:
             return error.status, {"error": str(error)}, WHOSE
         return status, answer, WHOSE
@@ -143,8 +147,8 @@ class Engine(SyncCalls, SglangEngine):  # type: ignore[misc] # of SGLang nothing
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            loop = asyncio.new_event_loop() if self.loop.is_closed() else self.loop
-            loop.run_until_complete(tell())
+            loop = self._own_loop
+            run_on(asyncio.new_event_loop() if loop.is_closed() else loop, tell(), self._turn)
         else:
             manager._dispatch_to_scheduler(ShutdownReq())  # noqa: SLF001
         deadline = time.monotonic() + END_DEADLINE_S
@@ -161,23 +165,63 @@ def _refuse_within_a_loop() -> None:
         )
 
 
+class _InTurn:
+    """SGLang's event loop, for SGLang: calls of the tiers run it as well, each thread in its turn
+    (``run_on``). A generation waits a moment for one, and would fail without."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, turn: threading.Lock) -> None:
+        self._loop = loop
+        self._turn = turn
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def run_until_complete(self, future: Any) -> Any:
+        with self._turn:
+            return self._loop.run_until_complete(future)
+
+
 def run_on(
-    loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T], turn: threading.Lock
+    loop: asyncio.AbstractEventLoop,
+    call: Coroutine[Any, Any, T],
+    turn: threading.Lock,
+    is_open: Callable[[], bool] = lambda: True,
 ) -> T:
     """Return what a call comes to on a loop that another thread may run, or stop to run, meanwhile.
-    Any thread but that; ``turn`` is the loop's. Raises ``RequestError`` if it is closed."""
+    Any thread but that; ``turn`` is the loop's. Raises ``RequestError`` if it is closed, and once
+    the engine is shut down (not ``is_open``)."""
     try:
         future = asyncio.run_coroutine_threadsafe(call, loop)
     except RuntimeError as error:
         call.close()
         raise RequestError("the event loop of this engine is closed; start another") from error
     while not future.done():
+        if not is_open():
+            future.cancel()
+            raise RequestError("this engine was shut down before it answered")
         if loop.is_running():
             wait([future], _LOOK_S)
             continue
-        with turn, suppress(RuntimeError):  # SGLang's calls take no turn
-            loop.run_until_complete(asyncio.wrap_future(future, loop=loop))
+        with turn, suppress(RuntimeError):  # a loop of the caller's is run without a turn
+            _run_a_moment(loop, future)
     return future.result()
+
+
+def _run_a_moment(loop: asyncio.AbstractEventLoop, future: Future[Any]) -> None:
+    """Run a loop until a future of one of its calls is done, or others should have their turn."""
+    is_over = loop.create_future()
+
+    def end(_: Any = None) -> None:
+        if not is_over.done():
+            is_over.set_result(None)
+
+    def end_soon(_: Any) -> None:
+        with suppress(RuntimeError):  # it is closed
+            loop.call_soon_threadsafe(end)
+
+    future.add_done_callback(end_soon)
+    loop.call_soon_threadsafe(lambda: loop.call_later(_LOOK_S, end))
+    loop.run_until_complete(is_over)
 
 
 def resolve_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], Resolved]:

@@ -66,7 +66,7 @@ def read_small_file(
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, dir_fd=directory)
     with open(regular(fd, os.path.basename(path)), "rb") as file:
-        return file.read(most)
+        return file.read(min(most, os.fstat(fd).st_size))
 
 
 def replace_file(

@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +100,14 @@ def test_calls_of_threads_share_one_loop() -> None:
     def generate() -> int:
         """As SGLang's runs the loop, which stops under those that joined."""
         together.wait(20)
-        while True:
-            with suppress(RuntimeError):
-                return loop.run_until_complete(asyncio.ensure_future(call(4), loop=loop))
+        return engine._InTurn(loop, turn).run_until_complete(call(4))
 
     with ThreadPoolExecutor(5) as threads:
         found = [*map(threads.submit, [made] * 4, range(4)), threads.submit(generate)]
         assert [one.result(30) for one in found] == [0, 1, 2, 3, 4]
+    with pytest.raises(RequestError, match="shut down before it answered"):
+        engine.run_on(loop, asyncio.sleep(60), turn, lambda: False)
+    loop.run_until_complete(asyncio.sleep(0.01))  # it is cancelled
     loop.close()
     with pytest.raises(RequestError, match="the event loop of this engine is closed"):
         engine.run_on(loop, call(0), turn)

@@ -276,6 +276,7 @@ def prefetch(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
     extra_key = cache.hidden_tenants.key_of(extra_key, cache_salt)
     chain = chain_of(cache, tokens, extra_key, cache_salt)
     hinted: Hinted = yield from _begin(cache, storage, hints, chain)
+    del body, selector, tokens, chain  # long, and kept for as long as nobody asks again
     while True:  # hints are alike on all ranks
         store_of(cache)
         if hinted.why_dropped:

@@ -222,10 +222,11 @@ class Checkpoints:
         num_known_pages = num_known(cache, storage, located)
         tenant = cache.hidden_tenants.tenant_of(selector.extra_key, selector.cache_salt)
 
+        deadline = time.monotonic() + WORK_S
+
         def submit() -> Future[int]:
-            return self._workers.submit(
-                _durable_pages, storage, located.hashes[:num_known_pages], tier, tenant
-            )
+            pages = located.hashes[:num_known_pages]
+            return self._workers.submit(_durable_pages, storage, pages, tier, tenant, deadline)
 
         durable = None if is_storing(cache, located.path) else submit()
         last_node = located.path[-1].node_id if located.path else None
@@ -257,11 +258,15 @@ class Checkpoints:
         return values, answer
 
 
-def _durable_pages(storage: TieredStorage, hashes: Sequence[str], tier: Tier, tenant: bytes) -> int:
-    """Return what ``make_durable`` does, and 0 where it fails. A rank that raised in its step would
-    miss the exchange in which the others tell what they hold, and they would wait for it."""
+def _durable_pages(
+    storage: TieredStorage, hashes: Sequence[str], tier: Tier, tenant: bytes, deadline: float
+) -> int:
+    """Return what ``make_durable`` does, and 0 where it fails, or begins when nobody waits for it
+    any more. A rank that raised in its step would miss the exchange in which the others tell what
+    they hold, and they would wait for it."""
+    left_s = deadline - time.monotonic()
     try:
-        return make_durable(storage, hashes, tier, tenant)
+        return make_durable(storage, hashes, tier, tenant, left_s) if left_s > 0 else 0
     except Exception:
         logger.exception("internal error in a checkpoint; its pages count as missing")
         return 0

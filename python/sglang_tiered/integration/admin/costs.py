@@ -7,9 +7,9 @@ requests wait: every figure is one that is kept up to date anyway, but for one s
 
 from __future__ import annotations
 
+import bisect
 import ipaddress
 import logging
-import math
 import re
 import time
 from typing import TYPE_CHECKING, Any, cast
@@ -67,6 +67,8 @@ MAX_PROMPTS = 4096
 TIERS_INTERVAL_S = 1.0
 """Of what takes locks of the tiers to know: their health, and what they hold."""
 
+AFTER_ERROR_S = 60.0
+
 _ROLES = {"null": "aggregated", "prefill": "prefill", "decode": "decode"}
 
 logger = logging.getLogger(__name__)
@@ -96,11 +98,13 @@ def abort_rooms(manager: Any, told: str) -> None:
     """Abort requests on prefill that decode will never ask for, by their clients' numbers with
     commas between them. They would wait a minute, as a mirrored request has no client."""
     numbers = [int(word) for word in told.split(",") if re.fullmatch("[0-9]{1,19}", word)]
+    numbers.sort()
     for rid, state in list(manager.rid_to_state.items()) if numbers else ():
         room = getattr(state.obj, "bootstrap_room", None)
         if room is None or not state.dispatched:  # a request is aborted once, and not known yet
             continue
-        if any(0 <= room - one < MAX_PROMPTS for one in numbers):
+        at = bisect.bisect_right(numbers, room) - 1
+        if at >= 0 and room - numbers[at] < MAX_PROMPTS:
             manager.abort_request(rid)
 
 
@@ -201,10 +205,10 @@ class CostPublisher:
                 return
             self._due = now + self._interval_s
             self._board.write(self.take(), now)
-            self._was_quiet = is_quiet
+            self._was_quiet, self._has_failed = is_quiet, False
         except Exception:
-            self._due, self._has_failed = math.inf, True  # or it would fail in every step
-            logger.exception("internal error: costs are no longer published")
+            self._due, self._has_failed = now + AFTER_ERROR_S, True  # or it would in every step
+            logger.exception("internal error: no costs are published for %.0f s", AFTER_ERROR_S)
 
     def _is_quiet(self) -> bool:
         """Whether there is nothing to do."""

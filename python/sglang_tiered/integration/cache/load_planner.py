@@ -69,7 +69,7 @@ class LoadPlanner(Generic[Request]):
         follows: bool = False,
     ) -> None:
         self.costs = costs
-        self._always = always  # load everything, whatever it costs
+        self.always = always  # load everything, whatever it costs
         self.follows = follows  # plan to load everything: another rank knows what there is
         self.tokens = dict.fromkeys(LoadDecision, 0)
         self.timings = {
@@ -93,7 +93,7 @@ class LoadPlanner(Generic[Request]):
     @property
     def is_unpriced(self) -> bool:
         """Whether loads are waited for whatever that costs, until SGLang's own deadline."""
-        return self._always or self.follows
+        return self.always or self.follows
 
     def begin_read(self, num_bytes: int, tier: Tier = Tier.NVME) -> InFlightRead:
         """Note that a load (or a probe) begins to read. Any thread; pass the result to
@@ -289,7 +289,7 @@ class LoadPlanner(Generic[Request]):
         """Return the bounds of the segments of a waiting request's prefix to load from its back,
         while its front is computed. None if one of the two alone is as good."""
         record = self.loads.get(request)
-        if record.prefix is None or self._always:
+        if record.prefix is None or self.always:
             return None
         prefix = record.prefix
         plan = plan_segments(
@@ -393,7 +393,7 @@ class LoadPlanner(Generic[Request]):
             if load.queued_at is None:
                 self._count(load, 1)
             load.queued_at = self._clock()
-            if not self._always:
+            if not self.always:
                 useful_s = load.plan.useful_s if load.plan.num_remote else 0.0
                 self.far_deadline_s = max(self.far_deadline_s, useful_s + self._longest_wait_s)
                 self._deadline_is_due = True
@@ -445,9 +445,9 @@ class LoadPlanner(Generic[Request]):
         load = PricedLoad(plan, is_ahead=True, queued_at=self._clock())
         self.loads.of(request).load = load
         self._count(load, 1)
-        if plan.num_remote and not self._always:
+        if plan.num_remote and not self.always:
             self.far_deadline_s = max(self.far_deadline_s, plan.useful_s)
-        self._deadline_is_due |= not self._always
+        self._deadline_is_due |= not self.always
 
     def _tokens_of(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
         page_tokens = self.costs.page_tokens
@@ -520,7 +520,7 @@ class LoadPlanner(Generic[Request]):
         if load is None:
             return 0.0
         gain_s = load.plan.saved_s - load.plan.load_s
-        return self.far_deadline_s if self._always else max(0.0, gain_s)
+        return self.far_deadline_s if self.always else max(0.0, gain_s)
 
     def should_wait(
         self,

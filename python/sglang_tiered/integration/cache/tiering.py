@@ -172,7 +172,7 @@ class Tiering:
         storage = self._cache.storage
         if storage is not None and self.loads.starts_without(operation, storage):
             return True
-        if is_overdue and (storage is None or self.planner.is_unpriced):
+        if is_overdue and (storage is None or self.planner.always):
             num_missing = operation.stats_requested_tokens - operation.completed_tokens
             self.notes.given_up(operation.handle, "deadline", num_missing)
             return True

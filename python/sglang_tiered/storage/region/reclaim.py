@@ -177,14 +177,19 @@ class Reclaimer(StorePart):
                     if self.leaving is not None:
                         self._state.regions.reserve(nbytes)
                         return True
-            if not self.evict_one():
-                # No file can be removed now. Pages saved out of the last that could are in memory
-                # alone, so the spare room is for them.
-                with self._state.lock:
-                    is_room = self._room() >= nbytes
-                    if is_room:
-                        self._state.regions.reserve(nbytes)
-                return is_room
+                goes_round = self._room() >= nbytes and self._goes_round(self.next_victim())
+            if goes_round or not self.evict_one():
+                return self._reserve_for_saved(nbytes)
+
+    def _reserve_for_saved(self, nbytes: int) -> bool:
+        """Reserve the spare room for pages saved out of a region that is gone. They are in memory
+        alone, and no other file can go now. False for other stores."""
+        with self._state.lock:
+            stores = self._state.stores
+            is_room = bool(stores) and stores[0].reinserted and self._room() >= nbytes
+            if is_room:
+                self._state.regions.reserve(nbytes)
+            return is_room
 
     def keep_spare(self) -> None:
         """Free room for a region, for the first pin of a full store. Without it the pinned pages of
@@ -221,11 +226,16 @@ class Reclaimer(StorePart):
 
     def _next_leaving(self) -> Region | None:
         victim = self._choose(self._heavy_bytes)
-        if victim is None or not self._pinned_in(victim):
+        if victim is None or not self._pinned_in(victim) or self._goes_round(victim):
             return None
-        # The newest has what was moved last: moved again, it leaves no more room than now.
-        newest = max(region.sequence for region in self._state.regions)
-        return victim if victim.sequence < newest else None
+        return victim
+
+    def _goes_round(self, victim: Region | None) -> bool:
+        """Whether a region has what was moved last, and most of it: moved again, that leaves no
+        more room than now. The caller holds the lock."""
+        if victim is None or not self._heavy_bytes(victim):
+            return False
+        return victim.sequence == max(region.sequence for region in self._state.regions)
 
     def _choose(self, burden: Callable[[Region], int]) -> Region | None:
         regions = filter(self._may_try, self._state.regions)

@@ -16,6 +16,7 @@ from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversations import selector_of, selectors_of
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import NO_TENANT, tenant_digest
+from sglang_tiered.storage.base import Tier
 
 if TYPE_CHECKING:
     from array import array
@@ -119,6 +120,14 @@ def test_failed_checkpoint_leaves_no_rank_alone(
     note(world, "1", A)
     answer = Caller(world)("checkpoint", rid="1")
     assert (answer["num_tokens"], answer["num_missing"]) == (0, len(A))
+
+
+def test_checkpoint_that_nobody_waits_for_ends_at_once(world: CacheWorld) -> None:
+    """Or those given up would keep the threads that the next ones need."""
+    storage, begun = world.cache.storage, time.monotonic()
+    lacking = ["0" * 64]
+    assert conversations._durable_pages(storage, lacking, Tier.NVME, NO_TENANT, begun) == 0
+    assert time.monotonic() - begun < 1.0
 
 
 def test_pinned_id_is_found_after_a_restart(open_world: Open) -> None:

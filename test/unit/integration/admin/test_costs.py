@@ -95,7 +95,7 @@ def test_failed_record_never_stops_the_scheduler(
         server.cache.tiering.step()
         server.cache.tiering.prefill_begins([(100_000, 0)], server.now)
     assert server.read().at == 1000.0
-    assert len([line for line in caplog.messages if "no longer published" in line]) == 1
+    assert len([line for line in caplog.messages if "no costs are published" in line]) == 1
 
 
 def ask(

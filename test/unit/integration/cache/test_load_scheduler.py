@@ -173,7 +173,7 @@ def test_constant_deadline_ends_no_load_that_pays(
     over = UnifiedRadixCache, "_prefetch_deadline_expired", lambda *_: True
     monkeypatch.setattr(*over)
     assert not world.cache._prefetch_deadline_expired(operation)
-    monkeypatch.setattr(world.cache.tiering.planner, "_always", True)
+    monkeypatch.setattr(world.cache.tiering.planner, "always", True)
     assert world.cache._prefetch_deadline_expired(operation)
 
 
