@@ -185,6 +185,8 @@ def test_late_list_of_another_tenant_is_dropped(page: Browser) -> None:
         " const answer = straight(path, ...more); go(answer); return answer; }))"
         " : straight(path, ...more)"
     )
+    page.wait_for("[...document.querySelectorAll('button')].every(b => !b.disabled)")
+    page.ask("document.getElementById('conversations').replaceChildren()")
     for tenant in ("acme", ""):
         page.ask(
             f"document.getElementById('extra-key').value = {tenant!r};"
