@@ -19,7 +19,7 @@ from sglang_tiered.storage.region.directory import DirectoryState, prepare
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
 def test_tiers_work_without_syncs_of_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     """SMB, 9p and drvfs answer EINVAL. Any other error is one."""
     real, works = os.fsync, code != errno.EIO
@@ -35,6 +35,7 @@ def test_tiers_work_without_syncs_of_names(
     for _ in range(2):
         assert engine.flush(TIMEOUT_S) is works
     engine.close()
+    assert caplog.text.count("cannot make names durable") == works
     if works:
         assert prepare(tmp_path / "tier") is DirectoryState.ABSENT
     else:
