@@ -16,7 +16,7 @@ QUEUE, PREFILL, OTHERS, REST, GENERATE = "queue", "prefill", "prefills", "rest",
 
 _GIVEN_UP = {
     "late": "computing the rest was sooner by then",
-    "deadline": "it took longer than a load may that no price bounds",
+    "deadline": "SGLang's deadline was over",
     "turn": "it gained nothing any more by its turn",
     "tier": "the tier stopped serving",
     "refused": "host memory was short",

@@ -65,8 +65,8 @@ DEFAULT_DISK_FRACTION = 0.25
 DEFAULT_DISK_MAX_BYTES = 256 * GiB
 DEFAULT_FLOOR_PART = 8  # of what servers share, the part that each keeps
 
-# How long a request may wait for its load before it is prefilled instead. A backstop for a disk
-# that hangs: a tier that reports itself unhealthy ends the wait at once.
+# How long a request waits for a load that no price bounds: with ``--tier-load always``, and in a
+# pipeline. A tier that reports itself unhealthy ends the wait at once.
 LOAD_DEADLINE_S = 10.0
 LOAD_DEADLINE_S_PER_1024_TOKENS = 1.0
 

@@ -122,12 +122,16 @@ def test_failed_checkpoint_leaves_no_rank_alone(
     assert (answer["num_tokens"], answer["num_missing"]) == (0, len(A))
 
 
-def test_checkpoint_that_nobody_waits_for_ends_at_once(world: CacheWorld) -> None:
+def test_checkpoint_that_nobody_waits_for_is_not_begun(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or those given up would keep the threads that the next ones need."""
-    storage, begun = world.cache.storage, time.monotonic()
-    lacking = ["0" * 64]
-    assert conversations._durable_pages(storage, lacking, Tier.NVME, NO_TENANT, begun) == 0
-    assert time.monotonic() - begun < 1.0
+    begun: list[float] = []
+    monkeypatch.setattr(conversations, "make_durable", lambda *given: begun.append(given[-1]) or 1)
+    given = world.cache.storage, ["0" * 64], Tier.NVME, NO_TENANT
+    assert conversations._durable_pages(*given, time.monotonic() - 0.1) == 0 and not begun
+    assert conversations._durable_pages(*given, time.monotonic() + 20.0) == 1
+    assert 19.0 < begun[0] <= 20.0, "what is left of the time since it was asked for"
 
 
 def test_pinned_id_is_found_after_a_restart(open_world: Open) -> None:
