@@ -178,10 +178,10 @@ def test_chats_are_known_by_their_tokens(front: Front, asked: list[Answer]) -> N
         usage = json.loads(front.ask(body={**body, "max_tokens": 4}).body)["usage"]
         num_known = usage["prompt_tokens"] - (front.metric(NOWHERE) - before)
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
-        assert num_known >= cached, "it knew of all that was there"
-        return bool(cached > 300)
+        # The pages may be where chance sends it before the picker is told of them.
+        return bool(num_known >= cached > 300)
 
-    eventually(is_known, "it returns to where its pages are", timeout_s=LEARN_S)
+    eventually(is_known, "it returns to where it knew its pages are", timeout_s=LEARN_S)
 
 
 def test_death_before_the_first_token_is_not_seen(
