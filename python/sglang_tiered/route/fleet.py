@@ -37,7 +37,7 @@ from sglang_tiered.route.events import PageFollower, follow, publisher_of
 from sglang_tiered.route.pages import HeldPages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -60,6 +60,7 @@ ABANDONED_S, MAX_ABANDONED = 2.0, 256
 ORDER_S = 300
 """For how long a key for one order opens that: clocks differ by less."""
 NEVER, NOWHERE = float("-inf"), -1
+NOT_ASKED = "not asked yet"
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Member:
     is_up: bool = False
     """It refused no connection, and nothing was wrong with its last answer."""
     seen_s: float = NEVER
-    problem: str = "not asked yet"
+    problem: str = NOT_ASKED
     tokens_sent: int = 0
     """Of prompts without a first token yet."""
     polling: asyncio.Task[None] | None = None
@@ -164,20 +165,17 @@ class Fleet:
             call_key(key, SWITCH_CALL)  # it takes a while, and is kept
         self._key = key
         self.members: dict[str, Member] = {}
-        self._before: dict[str, str] = {}  # what Envoy has of an earlier picker
         self.view, self.index, self.stored = RouterView(), HeldPages(), PageFollower()
         self._free: list[int] = []
         self._session: aiohttp.ClientSession | None = None
         self._context = zmq.asyncio.Context()
 
     async def run(self) -> None:
-        """Follow the source, and each server of it."""
+        """Follow the source, and each server of it; before it is read, those that Envoy has."""
         headers = {"Accept-Encoding": "identity"}
         self._session = aiohttp.ClientSession(headers=headers, auto_decompress=False)
-        if self._directory is not None:
-            self._before = read_members(self._directory)
-        if not self._before:
-            self._write()
+        before = {} if self._directory is None else read_members(self._directory)
+        self._follow({address: f"http://{address}" for address in before}, before)
         last, due, told = None, NEVER, ""
         while True:
             problem = ""
@@ -271,12 +269,18 @@ class Fleet:
     # ---- Who there is ----
 
     def _forgotten(self, found: dict[str, str]) -> dict[str, str]:
-        """Return those that are named no more, neither here nor at another address, and serve."""
+        """Return those that are named no more, neither here nor at another address, and serve, as
+        may those that were not asked yet."""
         since_s, named = self._clock() - MAYBE_S, set(found.values())
-        serving = (one for one in self.members.values() if one.is_up and one.seen_s > since_s)
-        return {one.address: one.url for one in serving if one.url not in named}
+        kept = (
+            one
+            for one in self.members.values()
+            if one.problem == NOT_ASKED or (one.is_up and one.seen_s > since_s)
+        )
+        return {one.address: one.url for one in kept if one.url not in named}
 
-    def _follow(self, found: dict[str, str]) -> None:
+    def _follow(self, found: Mapping[str, str], before: Mapping[str, str] | None = None) -> None:
+        """``before``: the clusters in which an earlier picker had them."""
         for address in self.members.keys() - found.keys():
             member = self.members.pop(address)
             if member.polling is not None:
@@ -286,8 +290,9 @@ class Fleet:
         for address, url in found.items():
             if address not in self.members:
                 member = self.members[address] = Member(url, address)
-                member.cluster_before = self._before.pop(address, None)
+                member.cluster_before = before[address] if before else None
                 member.polling = asyncio.create_task(self._poll(member))
+            self.members[address].url = url
         self._write()
 
     def _drop(self, member: Member, ranks: list[int]) -> None:

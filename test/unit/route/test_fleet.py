@@ -86,13 +86,44 @@ def test_picker_that_restarts_takes_no_server_away(tmp_path: Path) -> None:
             mock.costs = 500
         (tmp_path / "servers").write_text(f"{first.mocks[0].url}\n")
         first.fleet = first.mocks.run(first._start(str(tmp_path / "servers")))
-        eventually(lambda: first.fleet.members and "answers 500" in first.member.problem)
+        eventually(lambda: first.fleet.members.keys() == {addresses[0]})
+        eventually(lambda: "answers 500" in first.member.problem)
         seen.append(read_members(tmp_path))
         first.server.costs = {"role": "decode", "bootstrap_port": None}
         eventually(lambda: read_members(tmp_path) == {addresses[0]: "decode"})
     finally:
         first.close()
     assert seen == [dict.fromkeys(addresses, "pool"), {addresses[0]: "pool"}]
+
+
+@pytest.mark.parametrize("told", [OSError("gone"), []])
+def test_picker_that_restarts_needs_no_redis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Any
+) -> None:
+    """It knows those that Envoy has, and refuses nothing that Envoy would take without it."""
+    num_read = 0
+
+    def read_servings(*_: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        if told:
+            raise told
+        return told
+
+    monkeypatch.setattr(membership, "read_servings", read_servings)
+    monkeypatch.setattr(fleet, "RESOLVE_S", 0.0)
+    first = Followed(tmp_path, 1)
+    try:
+        eventually(lambda: first.fleet.members and first.member.is_up)
+        first.mocks.run(first._close())
+        first.fleet = first.mocks.run(first._start("redis://127.0.0.1:1"))
+        eventually(lambda: num_read > 2 and first.member.is_up)
+        assert read_members(tmp_path) == {first.server.address: "pool"}
+        first.mocks.run(first.server.die())
+        if not told:
+            eventually(lambda: not first.fleet.members)
+    finally:
+        first.close()
 
 
 NOBODY = '{"resources": [{"endpoints": [{"lb_endpoints": [1]}]}]}'
