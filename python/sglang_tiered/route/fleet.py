@@ -24,6 +24,7 @@ from sglang_tiered.policy.routing import RouterView
 from sglang_tiered.policy.server_costs import (
     ABANDONED,
     FRESH_S,
+    ROLES,
     SWITCH_CALL,
     EventSource,
     RankCosts,
@@ -267,6 +268,12 @@ class Fleet:
         prefill.abandoned.append((self._clock() + ABANDONED_S, room))
 
     # ---- Who there is ----
+
+    def usable(self, now_s: float) -> list[Member]:
+        """Return those that requests can be sent to: no half while the other has nobody."""
+        ready = [one for one in self.members.values() if one.is_ready(now_s)]
+        roles = {one.role for one in ready}
+        return [one for one in ready if one.role == ROLES[0] or roles.issuperset(ROLES[1:])]
 
     def _forgotten(self, found: dict[str, str]) -> dict[str, str]:
         """Return those that are named no more, neither here nor at another address, and serve, as

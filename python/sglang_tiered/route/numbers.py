@@ -104,8 +104,7 @@ class Numbers:
 
     def text(self, fleet: Fleet, reader: TokenReader, now_s: float) -> bytes:
         """Return all of it as Prometheus reads it."""
-        members = fleet.members.values()
-        ready = sum(one.is_ready(now_s) for one in members)
+        members, ready = fleet.members.values(), len(fleet.usable(now_s))
         self.servers.labels("ready").set(ready)
         self.servers.labels("other").set(len(members) - ready)
         places = (replica.place for one in members for replica in one.replicas.values())

@@ -163,9 +163,7 @@ class PickerService:
         }
 
     async def _ready(self, _: web.Request) -> web.Response:
-        now = time.monotonic()
-        is_ready = any(one.is_ready(now) for one in self.fleet.members.values())
-        return web.Response(status=200 if is_ready else 503)
+        return web.Response(status=200 if self.fleet.usable(time.monotonic()) else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         text = self._numbers.text(self.fleet, self.reader, time.monotonic())

@@ -229,6 +229,29 @@ def test_server_without_costs_tells_its_part(
     assert followed.member.bootstrap_port == (8998 if role == "prefill" else None)
 
 
+def test_half_without_its_other_takes_nothing(tmp_path: Path) -> None:
+    """The readiness of the front and its alert go by that, or nobody hears of its 503s."""
+    pair = Followed(tmp_path, 2)
+
+    def usable() -> set[str]:
+        return {one.address for one in pair.fleet.usable(pair.fleet._clock())}
+
+    try:
+        for role in ("prefill", "decode"):
+            both = {mock.address for mock in pair.mocks}
+            eventually(lambda both=both: usable() == both)
+            pair.server.costs = {"role": role}
+            eventually(lambda: usable() == {pair.mocks[1].address})
+            pair.mocks[1].costs = {"role": role}
+            eventually(lambda: not usable())
+            pair.server.costs = {"role": ({"prefill", "decode"} - {role}).pop()}
+            eventually(lambda both=both: usable() == both)
+            for mock in pair.mocks:
+                mock.costs = {}
+    finally:
+        pair.close()
+
+
 # ---- Roles that are switched ----
 
 
