@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_tiered.integration.observe.story import record_of
+from sglang_tiered.integration.observe.story import finish
 from sglang_tiered.request_log import older, open_log
 from sglang_tiered.storage.backoff import OnceLog
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from sglang_tiered.integration.observe.story import End, Story
+    from sglang_tiered.integration.observe.story import Story
 
 __all__ = ["LineWriter"]
 
@@ -57,7 +57,7 @@ class LineWriter:
         self._replica = replica
         self._max_queued = max_queued
         self._write = write
-        self._queue: queue.SimpleQueue[tuple[Story, End] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Story | None] = queue.SimpleQueue()
         self._descriptor: int | None = None
         self._log = OnceLog(logger)
         self._encoder = msgspec.json.Encoder()
@@ -71,10 +71,10 @@ class LineWriter:
         """Return how many lines were lost so far."""
         return self._num_refused + self._num_lost
 
-    def put(self, story: Story, end: End) -> None:
+    def put(self, story: Story) -> None:
         """Have a line written, unless too many wait for that. Never waits."""
         if self._queue.qsize() < self._max_queued:
-            self._queue.put((story, end))
+            self._queue.put(story)
         else:
             self._num_refused += 1
 
@@ -93,15 +93,14 @@ class LineWriter:
                 while len(ended) < MAX_BATCH:
                     ended.append(self._queue.get_nowait())
             is_over = None in ended
-            lines = [line for each in ended if each is not None and (line := self._line(*each))]
+            lines = [line for each in ended if each is not None and (line := self._line(each))]
             if lines:
                 self._add(lines)
         self._let_go()
 
-    def _line(self, story: Story, end: End) -> bytes:
+    def _line(self, story: Story) -> bytes:
         try:
-            record = record_of(story, end, replica=self._replica)
-            return self._encoder.encode(record) + b"\n"
+            return self._encoder.encode(finish(story, replica=self._replica)) + b"\n"
         except Exception:
             self._num_lost += 1
             self._log.fault("line", "internal error in the line of a request, which is dropped")
