@@ -223,4 +223,4 @@ class ErasingTraffic:
         for keeper in keepers(cache.storage).values():
             names = {stored_name(tenant, name) for tenant in self._purged for name in PINS}
             assert not any(map(keeper.has_pin, names))
-        assert cache.process_stats().nvme.num_pages == 0
+        assert cache.process_stats()["nvme"].num_pages == 0

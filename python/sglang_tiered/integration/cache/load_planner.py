@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sglang_tiered.integration.cache.loads import Loads, PricedLoad, RequestLoad
-from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
 from sglang_tiered.integration.storage.tier_timing import InFlightRead, TierTiming
 from sglang_tiered.policy.both_ends import plan_segments
 from sglang_tiered.policy.cost_model import (
@@ -133,29 +132,33 @@ class LoadPlanner(Generic[Request]):
         for timing in self.timings.values():
             timing.drop_reads()
 
-    def stats(self) -> PlannerStats:
-        """Take a snapshot."""
+    def stats(self) -> dict[str, Any]:
+        """Return what was decided and learnt, as the metric table reads it."""
         prefill = self.costs.prefill
-        return PlannerStats(
-            load_decisions={} if self.follows else dict(self.tokens),
-            prefill_tokens_per_s=prefill.tokens_per_s if prefill.num_observed else None,
-            prefill_prices=dict(zip(PREFILL_UNITS, prefill.all_prices, strict=True))
+        return {
+            "load_decisions": {} if self.follows else dict(self.tokens),  # another rank decides
+            "prefill_tokens_per_s": prefill.tokens_per_s if prefill.num_observed else None,
+            "prefill_prices": dict(zip(PREFILL_UNITS, prefill.all_prices, strict=True))
             if prefill.num_observed
             else {},
-            load_prices={
+            "load_prices": {
                 (tier, unit): price
                 for tier, timing in self.timings.items()
                 if timing.cost.num_observed
                 for unit, price in zip(LOAD_UNITS, timing.cost.prices, strict=True)
             },
-            queue_wait_s=self.queue_wait_s,
-            waiting_tokens=self.num_waiting_tokens,
-            num_both_ends=self.num_both_ends,
-            reads={
-                tier: TierReads(timing.durations.take(), timing.busy_s, timing.bytes_per_s)
+            "queue_wait_s": self.queue_wait_s,
+            "waiting_tokens": self.num_waiting_tokens,
+            "num_both_ends": self.num_both_ends,
+            "reads": {
+                tier: {
+                    "durations": timing.durations.take(),
+                    "busy_s": timing.busy_s,
+                    "load_bytes_per_s": timing.bytes_per_s,
+                }
                 for tier, timing in self.timings.items()
             },
-        )
+        }
 
     def learn(self) -> None:
         """Take in what reads took; called once in every step too."""

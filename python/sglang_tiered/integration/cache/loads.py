@@ -20,8 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
 
-from sglang_tiered.integration.observe.stats import WaitStats
-from sglang_tiered.metrics import Durations
+from sglang_tiered.metrics import DurationCounts, Durations
 from sglang_tiered.policy.cost_model import LoadPlan
 
 if TYPE_CHECKING:
@@ -273,9 +272,10 @@ class Loads(Generic[Request]):
             if record.num_loaded:
                 self._waits_for_loads.record(self.held_s(record))
 
-    def wait_stats(self) -> WaitStats:
-        """Take a snapshot."""
-        return WaitStats(self._waits.take(), self._waits_for_loads.take())
+    def wait_stats(self) -> dict[str, DurationCounts]:
+        """Return the waits of requests until their admission, and how long nothing but its load
+        kept each of those with one."""
+        return {"requests": self._waits.take(), "loads": self._waits_for_loads.take()}
 
     # ---- They leave ----
 

@@ -42,12 +42,13 @@ from sglang_tiered.integration.cache.quiescing import (
     wait_until_quiet,
 )
 from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
-from sglang_tiered.integration.cache.tiering import Tiering, TierObserver, stats_of
+from sglang_tiered.integration.cache.tiering import Tiering, TierObserver
 from sglang_tiered.integration.cache.unmarked_core import use_unmarked_core
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector, RecentRequests
 from sglang_tiered.integration.identity.request_names import conversation_of
 from sglang_tiered.integration.identity.tenants import SECRET_BITS
+from sglang_tiered.integration.observe.stats import holdings, process_stats
 from sglang_tiered.integration.observe.stories import open_notes
 from sglang_tiered.integration.ranks import (
     RankAgreement,
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
     from sglang_tiered.config import TieredConfig
-    from sglang_tiered.integration.observe.stats import ProcessStats
+    from sglang_tiered.integration.observe.stats import Stats
     from sglang_tiered.storage.base import Erasure
 
 __all__ = ["TieredRadixCache"]
@@ -426,10 +427,9 @@ class TieredRadixCache(HidingCache):
         events: list[Any] = super().take_events()
         return events if self._observer is None else events + self._observer.take_events()
 
-    def process_stats(self) -> ProcessStats:
-        """Take a snapshot. The cache must have a storage."""
-        assert self.storage is not None
-        return stats_of(self, self.storage, self.tiering)
+    def process_stats(self) -> Stats:
+        """Take a snapshot for the metrics."""
+        return process_stats(self.storage, self.tiering, holdings(self))
 
     # ---- Steps, and agreement between ranks ----
 

@@ -23,9 +23,7 @@ from sglang_tiered.integration.cache.small_host import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller
 from sglang_tiered.integration.observe.exporter import MetricsExporter, rank_labels
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
-from sglang_tiered.integration.observe.stats import MemoryStats, SpillStats, holdings, process_stats
 from sglang_tiered.integration.ranks import first_ranks
-from sglang_tiered.metrics import MEMORY_METRICS
 from sglang_tiered.policy.queue_wait import PrefillWork
 
 if TYPE_CHECKING:
@@ -35,13 +33,12 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.integration.observe.stories import Stories
     from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.shares import HostBudget
 
-__all__ = ["TierObserver", "Tiering", "stats_of"]
+__all__ = ["TierObserver", "Tiering"]
 
 MIN_COST_S = 1e-6
 
@@ -339,33 +336,23 @@ class TierObserver:
     def __init__(
         self, cache: Any, storage: TieredStorage | None, params: CacheInitParams, *, exports: bool
     ) -> None:
-        self._cache = cache
-        self._is_of_memory = storage is None
         self.events = (
             None if storage is None else TierEvents.of_cache(cache.tree_core, storage, params)
         )
         self.exporter: MetricsExporter | None = None
-        if exports and storage is None:
-            self.exporter = MetricsExporter(
-                self._memory, metrics=MEMORY_METRICS, labels=rank_labels()
-            )
-        elif exports:
+        if exports:
             self.exporter = MetricsExporter(cache.process_stats, labels=rank_labels())
-        if self.exporter is not None:
             self.exporter.export()  # every series is there before its first failure
-
-    def _memory(self) -> MemoryStats:
-        return MemoryStats.of(holdings(self._cache))
 
     def detached(self) -> None:
         """Report memory alone, and that the tiers serve nothing."""
-        if self.exporter is not None and not self._is_of_memory:
-            self.exporter.tiers_are_gone(self._memory)
+        if self.exporter is not None:
+            self.exporter.export_now()
 
     def attached(self, storage: TieredStorage) -> None:
         """Report tiers that an operator attached again; their counters begin at zero."""
-        if self.exporter is not None and not self._is_of_memory:
-            self.exporter.read_from(self._cache.process_stats)
+        if self.exporter is not None:
+            self.exporter.export_now()
         if self.events is not None:
             self.events.use_tiers(tiers_of(storage))
 
@@ -390,23 +377,3 @@ class TierObserver:
     def close(self) -> None:
         if self.events is not None:
             self.events.close()
-
-
-def stats_of(cache: Any, storage: TieredStorage, tiering: Tiering | None) -> ProcessStats:
-    """Take a snapshot of a cache's tiers; there is no ``Tiering`` on a stage of a pipeline."""
-    held = holdings(cache)
-    if tiering is None:
-        return process_stats(storage, held=held)
-    queue, copies = tiering.stores.queue, tiering.copies
-    spill = SpillStats(
-        queue.waiting_tokens, queue.flight_tokens, copies.num_skipped, copies.num_recovered
-    )
-    return process_stats(
-        storage,
-        tiering.planner.stats(),
-        spill,
-        tiering.hints.stats(),
-        tiering.planner.loads.wait_stats(),
-        held,
-        request_log_dropped=tiering.notes.num_dropped,
-    )

@@ -121,7 +121,7 @@ def test_dropped_pages_are_answered_false_and_never_touched(
     node.num_admitted = num_admitted
     expected = [number < num_admitted for number in range(3)]
     assert store_pages(storage, keys, slots(0, 1, 2), store=node) == expected
-    assert process_stats(storage).nvme.num_pages_stored == num_admitted
+    assert process_stats(storage)["nvme"].num_pages_stored == num_admitted
     assert storage.batch_exists(keys) == num_admitted
     assert load_pages(storage, keys, slots(5, 6, 7)) == expected
 
