@@ -590,8 +590,6 @@ class TieredRadixCache(HidingCache):
     def release_host_resources(self) -> None:
         if self.tiering is not None:
             self.tiering.close()
-        if self._observer is not None:
-            self._observer.close()
         # The engine reads and writes the host pools' memory, so it goes first.
         self.shutdown()
         super().release_host_resources()

@@ -366,14 +366,12 @@ class TierObserver:
         return [] if self.events is None else self.events.take_events()
 
     def step(self) -> None:
-        """Export metrics in a scheduler step."""
+        """Export metrics, and look for pages that tiers lost, in a scheduler step."""
         if self.exporter is not None:
             self.exporter.export()
+        if self.events is not None:
+            self.events.step()
 
     def tree_was_reset(self) -> None:
         if self.events is not None:
             self.events.tree_was_reset()
-
-    def close(self) -> None:
-        if self.events is not None:
-            self.events.close()
