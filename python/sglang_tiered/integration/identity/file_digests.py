@@ -6,10 +6,6 @@ cannot.) Samples spread over the file must agree too. Images of a file system ma
 equal times and inodes: a file that may lie in one is read at every start. The digests are kept in
 one small checksummed file in the tier directory. Processes that share the directory, such as the
 ranks of a server, take turns: the first reads, and the others find its digests.
-
-A file without a remembered digest may still look like one that was read before, as when a container
-fetches its weights anew at every start. Its probable digest is then known at once, the true one
-only after reading it.
 """
 
 from __future__ import annotations
@@ -133,13 +129,6 @@ class FileDigests:
             return None
         entry = self._entries.get(file.stamp)
         return entry.digest if entry is not None and entry.sample == file.sample else None
-
-    def likely(self, file: SeenFile) -> bytes | None:
-        """Return the digest of a file of equal size and samples, whatever its inode and times."""
-        for entry in reversed(self._entries.values()):
-            if (entry.stamp.num_bytes, entry.sample) == (file.stamp.num_bytes, file.sample):
-                return entry.digest
-        return None
 
     def read(self, files: list[SeenFile], stopped: threading.Event) -> dict[SeenFile, bytes]:
         """Return the digest of every file, read now unless a process did so before. Files that
