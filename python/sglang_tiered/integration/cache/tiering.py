@@ -285,6 +285,7 @@ class Tiering:
     def step(self) -> None:
         """Do the work of one scheduler step, after SGLang took note of what has ended."""
         storage, hide = self._cache.storage, self._cache.hide_heard
+        self.notes.step()
         if self._cache.hidden_pages.are_too_many and hide is not None:
             hide(())
         if self.publish_costs is not None:

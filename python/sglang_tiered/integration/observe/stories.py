@@ -6,12 +6,12 @@ thread (``request_writer``). Spans are made only where SGLang traces a request (
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.observability.trace import TraceSliceContext, get_global_tracing_enabled
 from sglang.srt.runtime_context import get_parallel
@@ -90,8 +90,7 @@ class Stories:
         self._starting: dict[Any, Story] = {}  # admitted, and no first token yet
         # SGLang may release a request that was aborted before, or twice.
         self._ended: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Of requests that ended while their batch is not timed yet; None while no batch is at that.
-        self._untimed: list[tuple[Any, Story]] | None = None
+        self._unwritten: dict[Any, Story] = {}  # ended in this step, whose batch may not be timed
 
     clock = staticmethod(time.perf_counter)
 
@@ -104,6 +103,7 @@ class Stories:
 
     def arrives(self, scheduler: Any, req: Any) -> None:
         """Note that SGLang's request comes into the queue, or is looked up once more."""
+        self.step()  # one that has ended may have had the same name
         handle = req.cache_request_handle
         story = self._stories.get(handle)
         if story is None:
@@ -213,7 +213,9 @@ class Stories:
         if (story := self._waiting(request)) is not None:
             before = story.line.load
             num_loaded = 0 if before is None else before.num_loaded_tokens
-            story.line.load = Load(at_s=self.clock(), num_loaded_tokens=num_loaded)
+            story.line.load = Load(
+                at_s=self.clock(), num_tokens=story.num_planned, num_loaded_tokens=num_loaded
+            )
             self._waits_for(story, "load")
 
     def _waits_for(self, story: Story, why: Why | None) -> None:
@@ -327,17 +329,14 @@ class Stories:
 
     # ---- It ends ----
 
-    @contextlib.contextmanager
-    def until_timed(self) -> Iterator[None]:
-        """Process the results of a batch, and time it, within this context. What is said of the
-        requests that end there is complete only at its own end."""
-        untimed = self._untimed = []
-        try:
-            yield
-        finally:
-            self._untimed = None
-            for handle, story in untimed:
-                self._write(handle, story)
+    def step(self) -> None:
+        """Write the lines of the step before, in which SGLang let go of requests before the batch
+        that they ended with was timed."""
+        for handle, story in self._unwritten.items():
+            self._drop_story(handle, story)
+            if self._writer is not None:
+                self._writer.put(story)
+        self._unwritten.clear()
 
     def released(self, req: Any) -> None:
         """Note that it gives its memory back, at its end or to come again."""
@@ -386,15 +385,7 @@ class Stories:
         story.num_storage = req.cached_tokens_storage
         story.unix_minus_clock_s = offset_s
         story.req = None  # its tokens need not wait for the disk
-        if self._untimed is None:
-            self._write(handle, story)
-        else:
-            self._untimed.append((handle, story))
-
-    def _write(self, handle: Any, story: Story) -> None:
-        self._drop_story(handle, story)
-        if self._writer is not None:
-            self._writer.put(story)
+        self._unwritten[handle] = story
 
     def _drop_story(self, handle: Any, story: Story) -> None:
         self._stories.pop(handle, None)
@@ -413,6 +404,7 @@ class Stories:
 
     def close(self) -> None:
         """Write what is left. Waits for the disk."""
+        self.step()
         if self._writer is not None:
             self._writer.close()
 
@@ -445,57 +437,41 @@ def tell_spans(story: Story, unix_minus_clock_s: float, *, is_over: bool = False
     context = None if story.req is None else story.req.time_stats.trace_ctx
     if context is None or not context.tracing_enable:
         return
-    for name, level, began, ended, attributes in _spans(story, is_over=is_over):
+    for name, level, began, took_s, fields in _spans(story, is_over=is_over):
         if (name, began) in story.told:
             continue
         story.told.add((name, began))
+        fields |= {f"failed.{reason}": n for reason, n in fields.pop("failed", {}).items()}
         context.trace_slice(
             TraceSliceContext(
                 slice_name=f"tier_{name}",
                 start_time_ns=int((began + unix_minus_clock_s) * _NS),
-                end_time_ns=int((ended + unix_minus_clock_s) * _NS),
+                end_time_ns=int((began + took_s + unix_minus_clock_s) * _NS),
                 level=level,
-                attrs={PREFIX + key: value for key, value in attributes.items()},
+                attrs={PREFIX + key: value for key, value in fields.items() if key != "at_s"},
             )
         )
 
 
 def _spans(story: Story, *, is_over: bool) -> Iterator[_Span]:
-    """Yield the name, level, begin, end and attributes of each span that is complete."""
-    line = story.line
-    if (lookup := line.lookup) is not None:
-        names = [f"num_{tier.value}_pages" for tier in TIERS]
-        pages = {name: number for name in names if (number := getattr(lookup, name))}
-        yield "lookup", _INNER, lookup.at_s, lookup.at_s + lookup.lookup_s, pages
+    """Yield the name, level, begin and duration of each span that is complete, and its attributes:
+    the fields of a part of the line."""
+    line, load, copy = story.line, story.line.load, story.line.copy
+    fields_of: Callable[[Any], dict[str, Any]] = msgspec.to_builtins
+    if line.lookup is not None:
+        yield "lookup", _INNER, line.lookup.at_s, line.lookup.lookup_s, fields_of(line.lookup)
     for wait in line.waits:
-        yield "wait", _OUTER, wait.at_s, wait.at_s + wait.wait_s, {"why": wait.why}
+        yield "wait", _OUTER, wait.at_s, wait.wait_s, fields_of(wait)
     # Of what loads while the front of its prompt is computed, one part ends after the other.
-    if (load := line.load) is not None and ("load", load.at_s) not in story.told:
-        has_ended = load.load_s is not None or line.given_up is not None
-        if is_over or has_ended and not story.parts:
-            yield from _load_spans(story, load)
-    if (copy := line.copy) is not None and copy.copy_s is not None:
-        copied = {"num_tokens": copy.num_tokens, "num_bytes": copy.num_bytes}
-        yield "copy", _OUTER, copy.at_s, copy.at_s + copy.copy_s, copied
-
-
-def _load_spans(story: Story, load: Load) -> Iterator[_Span]:
-    plan, given_up = story.line.plan, story.line.given_up
-    attributes: dict[str, Any] = {"num_loaded_tokens": load.num_loaded_tokens}
-    if plan is not None:
-        attributes |= {"num_tokens": story.num_planned, "expected_s": plan.load_s}
-    if given_up is not None:
-        attributes["given_up"] = given_up.why
-    yield "load", _OUTER, load.at_s, load.at_s + (story.load_s or 0.0), attributes
-    for read in story.tiers():
-        figures: dict[str, Any] = {
-            "tier": read.tier,
-            "num_bytes": read.num_bytes,
-            "num_reads": read.num_reads,
-            "num_failed_pages": sum(read.failed.values()),
-        }
-        yield "read", _INNER, read.at_s, read.at_s + read.read_s, figures
-        if story.meter is not None and read.verify_s:
-            checks = story.meter.checks[:]
-            began, ended = min(began for began, _ in checks), max(ended for _, ended in checks)
-            yield "verify", _INNER, began, ended, {"tier": read.tier, "thread_s": read.verify_s}
+    has_ended = is_over or (story.load_s is not None and not story.parts)
+    if load is not None and has_ended and ("load", load.at_s) not in story.told:
+        cause = {} if line.given_up is None else {"given_up": line.given_up.why}
+        yield "load", _OUTER, load.at_s, story.load_s or 0.0, fields_of(load) | cause
+        for read in story.tiers():
+            yield "read", _INNER, read.at_s, read.read_s, fields_of(read)
+            if story.meter is not None and read.verify_s:
+                checks = story.meter.checks[:]
+                began, ended = min(began for began, _ in checks), max(ended for _, ended in checks)
+                yield "verify", _INNER, began, ended - began, fields_of(read)
+    if copy is not None and copy.copy_s is not None:
+        yield "copy", _OUTER, copy.at_s, copy.copy_s, fields_of(copy)

@@ -83,4 +83,4 @@ def test_spans_are_in_the_requests_own_trace(exported: InMemorySpanExporter) -> 
         times = (span.start_time / 1e9 - UNIX_S, span.end_time / 1e9 - UNIX_S)
         assert times == pytest.approx(took)
     read = spans["tier_read"].attributes
-    assert read[f"{PREFIX}tier"] == "nvme" and read[f"{PREFIX}num_failed_pages"] == 1
+    assert read[f"{PREFIX}tier"] == "nvme" and read[f"{PREFIX}failed.corrupt"] == 1

@@ -104,6 +104,20 @@ def test_aborted_request_has_one_line(world: CacheWorld, path: Path) -> None:
     assert not world.cache.tiering.notes._stories
 
 
+def test_last_batch_is_timed_after_the_release(world: CacheWorld, path: Path) -> None:
+    """SGLang lets go of a request before anybody can know how long its batch took; another request
+    may have its name by then."""
+    cache, req = world.cache, arrives(world, "r", COLD)
+    cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
+    req.finished_reason = FINISH_LENGTH(1)
+    assert not cache.claim_kv_row(req)
+    spans = [(len(COLD), 0)]
+    cache.tiering.notes.batch_ran([req], spans, 0.25, copies_beside=False)
+    again = arrives(world, "r", OTHER)
+    assert cache.tiering.notes._stories[again.cache_request_handle].req is again
+    assert lines(world, path)["r"]["prefill"]["prefill_s"] == 0.25
+
+
 def test_requests_that_never_end_are_bounded(
     world: CacheWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
