@@ -239,22 +239,14 @@ class _Version(msgspec.Struct):
 def files_of(path: Path) -> list[Path]:
     """Return the files that a server wrote under a name, the older first: ``FILE.1`` and ``FILE``,
     or those of its replicas. Raises ``ConfigError`` if there is none."""
-    if not path.name:
-        raise ConfigError(
-            f"{path} is no ordinary file; name the file of a server's --tier-log-requests."
-        )
     replicas = sorted(path.parent.glob(f"{glob.escape(path.name)}.replica*"))
-    names = [path] if path.exists() else [one for one in replicas if not one.name.endswith(".1")]
-    found = [file for name in names for file in (older(name), name) if file.exists()]
+    names = [path] if path.is_file() else [one for one in replicas if not one.name.endswith(".1")]
+    found = [file for name in names for file in (older(name), name) if file.is_file()]
     if not found:
         raise ConfigError(
-            f"{path} does not exist; name the file of a server's --tier-log-requests."
+            f"{path} does not exist or is no ordinary file; name the file of a server's "
+            "--tier-log-requests."
         )
-    for file in found:
-        if not file.is_file():
-            raise ConfigError(
-                f"{file} is no ordinary file; name the file of a server's --tier-log-requests."
-            )
     return found
 
 
@@ -291,18 +283,6 @@ class Lines:
             self.num_damaged += 1
         return None
 
-    def complaints(self) -> list[str]:
-        """Return what was skipped: a sentence each."""
-        found = []
-        if self.num_damaged:
-            found.append(f"{self.num_damaged:,} damaged or half lines were skipped.")
-        if self.num_unknown:
-            found.append(
-                f"{self.num_unknown:,} lines of another version than {VERSION} were skipped; read "
-                "them with the sglang-tiered that wrote them."
-            )
-        return found
-
 
 def _lines(file: Path) -> Iterator[bytes]:
     with file.open("rb") as opened:
@@ -328,8 +308,9 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", metavar="FILE", nargs="+", help="of --tier-log-requests")
-    parser.add_argument("--rid", help="one request whole, as a timeline; the last one of that id")
-    parser.add_argument(
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--rid", help="one request whole, as a timeline; the last one of that id")
+    chosen.add_argument(
         "--slower-than", metavar="SECONDS", help="requests that took longer than this, all of them"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -338,8 +319,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _run(arguments: Sequence[str] | None) -> int:
     given = make_parser().parse_args(arguments)
-    if given.rid is not None and given.slower_than is not None:
-        raise ConfigError("--rid and --slower-than exclude each other; drop one.")
     least_s = (
         None if given.slower_than is None else parse_duration("--slower-than", given.slower_than)
     )
@@ -349,8 +328,13 @@ def _run(arguments: Sequence[str] | None) -> int:
         code = _explain_one(lines, given.rid, is_json=given.json)
     else:
         code = _explain_all(lines, least_s, is_json=given.json)
-    for complaint in lines.complaints():
-        note(complaint)
+    if lines.num_damaged:
+        note(f"{lines.num_damaged:,} damaged or half lines were skipped.")
+    if lines.num_unknown:
+        note(
+            f"{lines.num_unknown:,} lines of another version than {VERSION} were skipped; read "
+            "them with the sglang-tiered that wrote them."
+        )
     return code
 
 
