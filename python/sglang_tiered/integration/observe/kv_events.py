@@ -79,6 +79,7 @@ class _Page:
     event: BlockStored  # of this page alone, without a medium
     held: int = 0
     announced: int = 0
+    end: str | None = None  # of a node's last page: its event hash, where that is not its key
 
 
 @dataclass(slots=True)
@@ -118,8 +119,6 @@ class TierEvents:
         self.use_tiers(tiers)
         self._max_pages = max_pages
         self._root = _Node(RadixKey([]), None, [])
-        # Event hashes of nodes' last pages, where they differ from the keys of the pages.
-        self._ends: OrderedDict[bytes, str] = OrderedDict()
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()  # what may go first is in front
         self._changed: OrderedDict[bytes, _Page] = OrderedDict()  # held differs from announced
         self._clock, self._due = clock, clock()
@@ -151,9 +150,9 @@ class TierEvents:
             hashes = core.get_hash_values(node.node_id)
             if not hashes:
                 return
-            last = bytes.fromhex(hashes[-1])
-            is_known = self._is_known(last)
-            end = self._ends.get(last)
+            last = self._pages.get(bytes.fromhex(hashes[-1]))
+            is_known = last is not None and last.held > 0
+            end = None if last is None else last.end
             if is_known and (end is not None or not has_own_hashes):
                 tokens: Sequence[int] = (0, 0)  # placeholders: the recorder does not read them
             elif (spec := core.build_storage_backup_spec(node.node_id, False)) is not None:
@@ -209,19 +208,11 @@ class TierEvents:
         found = [(bit, holds(keys)) for _, bit, holds in self._tiers]
         return [sum(bit for bit, answer in found if answer[at]) for at in range(len(keys))]
 
-    def _is_known(self, key: bytes) -> bool:
-        page = self._pages.get(key)
-        return page is not None and bool(page.held)
-
     def _add(self, node: _Node, keys: list[bytes]) -> None:
         held = self._held(keys)
         if not any(held):
             return
         self._recorder.record_store(node)
-        if node.event_hash_value is not None:
-            self._ends[keys[-1]] = node.event_hash_value[-1]
-            if len(self._ends) > self._max_pages:
-                self._ends.popitem(last=False)
         blocks = [page for event in self._recorder.take() for page in _single_blocks(event)]
         assert len(blocks) == len(keys), (len(blocks), len(keys))
         for key, block, bits in zip(keys, blocks, held, strict=True):
@@ -229,6 +220,8 @@ class TierEvents:
                 page = self._pages.get(key) or self._changed.get(key) or _Page(block)
                 self._pages[key] = page
                 self._set_held(key, page, bits)
+        if node.event_hash_value is not None and (last := self._pages.get(keys[-1])) is not None:
+            last.end = node.event_hash_value[-1]
         while len(self._pages) > self._max_pages:
             key, page = self._pages.popitem(last=False)
             page.held = 0
