@@ -62,13 +62,11 @@ class NamespaceSearch:
     ) -> None:
         self._identity, self._pools = identity, pools
         self._digests = FileDigests(directory)
-        self._digests.recall()
         self._stopped = threading.Event()
         self.answer: bytes | None = None
         self.is_nameless = False
         files = namespace.files_of(identity)
-        found = {file: self._digests.known(file) for file in files}
-        known = {file: digest for file, digest in found.items() if digest is not None}
+        known = self._digests.known(files)
         unknown = sorted(files - known.keys(), key=lambda file: file.path)
         if not unknown:
             self.answer = self._conclude(known)

@@ -87,7 +87,7 @@ class Stories:
         self._tenant_of = tenant_of
         self._is_kept = traces or writer is not None
         self._stories: OrderedDict[Any, Story] = OrderedDict()  # by handle, or handle of a part
-        self._starting: dict[Any, Story] = {}  # admitted, and no first token yet
+        self._prefill_s = 0.0  # of all batches
         # SGLang may release a request that was aborted before, or twice.
         self._ended: weakref.WeakSet[Any] = weakref.WeakSet()
         self._unwritten: dict[Any, Story] = {}  # ended in this step, whose batch may not be timed
@@ -275,7 +275,7 @@ class Stories:
         now = self.clock()
         story.stop_waiting(now)
         story.line.admitted_s = now
-        self._starting[request] = story
+        story.prefill_s_before = self._prefill_s
         tell_spans(story, self._unix_minus_clock_s())
 
     def copied(self, req: Any, num_tokens: int) -> None:
@@ -299,7 +299,7 @@ class Stories:
         """Note the end of a prefill batch of these requests, which took ``seconds``.
         ``copies_beside``: what it needed was copied to the device while it ran, and not before."""
         stories, now = self._stories, self.clock()
-        self._hold_up({req.cache_request_handle for req in reqs}, seconds)
+        self._prefill_s += seconds
         for req, (num_new, num_before) in zip(reqs, spans, strict=False):
             story = stories.get(req.cache_request_handle)
             if story is None or story.is_prefilled:
@@ -309,23 +309,14 @@ class Stories:
                 prefill = Prefill(at_s=now, prefill_s=0.0, num_batches=0, num_tokens=0)
                 story.line.prefill = prefill
             prefill.prefill_s += seconds
+            if (before_s := story.prefill_s_before) is not None:
+                prefill.others_s = max(0.0, self._prefill_s - before_s - prefill.prefill_s)
             prefill.num_batches += 1
             prefill.num_tokens += num_new
             story.is_prefilled = num_before + num_new >= len(req.origin_input_ids)
             if copy is not None and copy.copy_s is None:
                 copy.copy_s = max(0.0, now - (not copies_beside) * seconds - copy.at_s)
                 tell_spans(story, self._unix_minus_clock_s())
-
-    def _hold_up(self, handles: set[Any], seconds: float) -> None:
-        """Charge a prefill batch to those that are between admission and first token, and are not
-        in it. With overlap a batch's tokens come out only behind the launch of the next."""
-        for handle, story in list(self._starting.items()):
-            if handle in handles:
-                continue
-            if story.req is None or story.req.time_stats.prefill_finished_time:
-                del self._starting[handle]
-            else:
-                story.others_s += seconds
 
     # ---- It ends ----
 
@@ -389,7 +380,6 @@ class Stories:
 
     def _drop_story(self, handle: Any, story: Story) -> None:
         self._stories.pop(handle, None)
-        self._starting.pop(handle, None)
         for part in story.parts:
             self._stories.pop(part, None)
         story.parts.clear()  # their names, too, are as long as the client's

@@ -97,7 +97,7 @@ class Story:
     waiting_since: float | None = None  # in its turn
     meter: LoadMeter | None = None
     parts: list[Any] = field(default_factory=list)  # handles of parts of its load
-    others_s: float = 0.0  # prefill batches of others before its first token
+    prefill_s_before: float | None = None  # of all batches until it was admitted
     is_prefilled: bool = False
     num_storage: int = 0  # tokens that SGLang counts as loaded, from whatever tier
     unix_minus_clock_s: float = 0.0
@@ -154,8 +154,6 @@ def finish(story: Story, *, replica: int = 0) -> RequestRecord:
     if line.load is not None:
         _complete(line.load, story, tiers)
         parts += [line.load, *tiers]
-    if line.prefill is not None:
-        line.prefill.others_s = story.others_s
     for part in parts:
         for name in () if part is None else part.__struct_fields__:
             if isinstance(value := getattr(part, name), float):

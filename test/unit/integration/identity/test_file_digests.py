@@ -50,9 +50,7 @@ def read(memory: Path, *paths: Path) -> tuple[list[bytes | None], int]:
 
 
 def known(memory: Path, file: SeenFile) -> bytes | None:
-    digests = FileDigests(memory)
-    digests.recall()
-    return digests.known(file)
+    return FileDigests(memory).known([file]).get(file)
 
 
 @pytest.mark.parametrize("position", [0, 7, 4096 + 5, SIZE // 3, SIZE - 4097, SIZE - 1])
