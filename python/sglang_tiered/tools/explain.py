@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import glob
 import heapq
+import itertools
 import math
 import statistics
 import sys
@@ -250,38 +251,27 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
-@dataclass(slots=True)
-class Lines:
-    """The records of some files; what is no whole line of a known version is counted and skipped.
-    Figures are of what was read so far."""
-
-    files: Sequence[Path]
-    num_records: int = 0
-    num_damaged: int = 0
-    num_unknown: int = 0  # of another version
-
-    def __iter__(self) -> Iterator[RequestRecord]:
-        """Yield the records. Raises ``ConfigError`` at the end of files that hold something else,
-        and nothing of this."""
-        for file in self.files:
-            for line in _lines(file):
-                if (record := self._decoded(line)) is not None:
-                    self.num_records += 1
-                    yield record
-        if self.num_damaged and not self.num_records and not self.num_unknown:
-            raise ConfigError(
-                f"{self.files[-1]} holds no line that a server writes with --tier-log-requests; "
-                "name that file."
-            )
-
-    def _decoded(self, line: bytes) -> RequestRecord | None:
+def records_of(files: Sequence[Path], skipped: Counter[str]) -> Iterator[RequestRecord]:
+    """Yield the records of some files. What is no whole line of a known version is counted in
+    ``skipped``: as ``damaged``, or ``unknown`` of another version. Raises ``ConfigError`` at the
+    end of files that hold something else, and nothing of this."""
+    is_any = False
+    for line in itertools.chain.from_iterable(map(_lines, files)):
         try:
-            if msgspec.json.decode(line, type=_Version).v == VERSION:
-                return msgspec.json.decode(line, type=RequestRecord)
-            self.num_unknown += 1
+            if msgspec.json.decode(line, type=_Version).v != VERSION:
+                skipped["unknown"] += 1
+                continue
+            record = msgspec.json.decode(line, type=RequestRecord)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            self.num_damaged += 1
-        return None
+            skipped["damaged"] += 1
+        else:
+            is_any = True
+            yield record
+    if skipped["damaged"] and not is_any and not skipped["unknown"]:
+        raise ConfigError(
+            f"{files[-1]} holds no line that a server writes with --tier-log-requests; name that "
+            "file."
+        )
 
 
 def _lines(file: Path) -> Iterator[bytes]:
@@ -322,29 +312,29 @@ def _run(arguments: Sequence[str] | None) -> int:
     least_s = (
         None if given.slower_than is None else parse_duration("--slower-than", given.slower_than)
     )
-    files = [file for name in given.files for file in files_of(Path(name))]
-    lines = Lines(list(dict.fromkeys(files)))
+    found = [file for name in given.files for file in files_of(Path(name))]
+    files, skipped = list(dict.fromkeys(found)), Counter[str]()
     if given.rid is not None:
-        code = _explain_one(lines, given.rid, is_json=given.json)
+        code = _explain_one(files, skipped, given.rid, is_json=given.json)
     else:
-        code = _explain_all(lines, least_s, is_json=given.json)
-    if lines.num_damaged:
-        note(f"{lines.num_damaged:,} damaged or half lines were skipped.")
-    if lines.num_unknown:
+        code = _explain_all(files, skipped, least_s, is_json=given.json)
+    if skipped["damaged"]:
+        note(f"{skipped['damaged']:,} damaged or half lines were skipped.")
+    if skipped["unknown"]:
         note(
-            f"{lines.num_unknown:,} lines of another version than {VERSION} were skipped; read "
+            f"{skipped['unknown']:,} lines of another version than {VERSION} were skipped; read "
             "them with the sglang-tiered that wrote them."
         )
     return code
 
 
-def _explain_one(lines: Lines, rid: str, *, is_json: bool) -> int:
+def _explain_one(files: Sequence[Path], skipped: Counter[str], rid: str, *, is_json: bool) -> int:
     found, wanted, num_found = None, rid_of(rid), 0
-    for record in lines:
+    for record in records_of(files, skipped):
         if record.rid == wanted:
             found, num_found = record, num_found + 1
     if found is None:
-        note(f"no request {rid} is in {lines.files[-1]}; it may not have ended yet.")
+        note(f"no request {rid} is in {files[-1]}; it may not have ended yet.")
         return 1
     if is_json:
         write_json(as_json(found))
@@ -355,12 +345,14 @@ def _explain_one(lines: Lines, rid: str, *, is_json: bool) -> int:
     return 0
 
 
-def _explain_all(lines: Lines, least_s: float | None, *, is_json: bool) -> int:
+def _explain_all(
+    files: Sequence[Path], skipped: Counter[str], least_s: float | None, *, is_json: bool
+) -> int:
     summary, num_slower = Summary(), 0
 
     def slower() -> Iterator[RequestRecord]:
         nonlocal num_slower
-        for record in lines:
+        for record in records_of(files, skipped):
             summary.add(record)
             if least_s is None or record.total_s > least_s:
                 num_slower += 1
@@ -371,8 +363,8 @@ def _explain_all(lines: Lines, least_s: float | None, *, is_json: bool) -> int:
     if is_json:
         report = {
             "summary": summary.as_json(),
-            "num_damaged_lines": lines.num_damaged,
-            "num_lines_of_other_versions": lines.num_unknown,
+            "num_damaged_lines": skipped["damaged"],
+            "num_lines_of_other_versions": skipped["unknown"],
             "requests": [as_json(record) for record in records],
         }
         write_json(report)
