@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import sys
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from sglang_tiered import __version__
 from sglang_tiered.codecs import NO_CODEC
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 
 __all__ = [
-    "Holding",
     "Stats",
     "health_reasons",
     "holdings",
@@ -36,7 +35,9 @@ on the thread that took it."""
 
 
 def process_stats(
-    storage: TieredStorage | None, tiering: Any = None, held: Mapping[str, Holding] | None = None
+    storage: TieredStorage | None,
+    tiering: Any = None,
+    held: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Stats:
     """Take a snapshot. Memory only, scheduler thread.
 
@@ -100,7 +101,7 @@ def health_reasons(stats: Stats) -> dict[str, str]:
     return {name: reason for name, reason in found.items() if reason}
 
 
-def _bounded(holding: Mapping[str, Any]) -> dict[str, int]:
+def _bounded(holding: Mapping[str, int]) -> dict[str, int]:
     """Leave out the capacity of a tier that has no cap."""
     is_bounded = holding["capacity_bytes"] < sys.maxsize
     return {name: n for name, n in holding.items() if is_bounded or not name.startswith("capacity")}
@@ -140,46 +141,36 @@ def manager_of(scheduler: Any) -> Any:
     return None
 
 
-class Holding(TypedDict):
-    """One tier. What is free to be taken again, but found until then, is held."""
-
-    capacity_bytes: int
-    capacity_tokens: int
-    held_bytes: int
-    held_tokens: int
-
-
-def holdings(cache: Any) -> dict[str, Holding]:
-    """Return a ``Holding`` for each tier that this rank keeps: ``device``, ``host``, ``nvme`` and
-    ``object``, the last as far as its listing was read. ``cache`` is a ``TieredRadixCache``. Memory
-    only; the scheduler's thread.
+def holdings(cache: Any) -> dict[str, dict[str, int]]:
+    """Return the bytes and tokens that each tier of this rank can hold and holds: ``device``,
+    ``host``, ``nvme`` and ``object``, the last as far as its listing was read. ``cache`` is a
+    ``TieredRadixCache``. Memory only; the scheduler's thread.
 
     Bytes are this rank's, as stored, and tokens those of its replica, of which every rank has a
     part. A tier's capacity is in tokens as long as in host memory: with a codec it holds more.
     Where pools lie beside a model's KV (sliding windows, states, drafts), tokens are estimates.
+    What is free to be taken again, but found until then, is held.
     """
     group = cache.cache_controller.mem_pool_host
     host_tokens, host_bytes = int(group.logical_size), _pool_bytes(group)
 
-    def in_tokens(capacity: int, num_free: int) -> Holding:
-        capacity_bytes, held_bytes = (
-            number * host_bytes // max(host_tokens, 1) for number in (capacity, capacity - num_free)
-        )
-        return Holding(
-            capacity_bytes=capacity_bytes,
-            capacity_tokens=capacity,
-            held_bytes=held_bytes,
-            held_tokens=capacity - num_free,
-        )
+    def in_tokens(capacity: int, num_free: int) -> dict[str, int]:
+        held = capacity - num_free
+        return {
+            "capacity_bytes": capacity * host_bytes // max(host_tokens, 1),
+            "capacity_tokens": capacity,
+            "held_bytes": held * host_bytes // max(host_tokens, 1),
+            "held_tokens": held,
+        }
 
-    def in_bytes(capacity: int, held: int, num_pages: int) -> Holding:
+    def in_bytes(capacity: int, held: int, num_pages: int) -> dict[str, int]:
         """Of pages that may be encoded."""
-        return Holding(
-            capacity_bytes=capacity,
-            capacity_tokens=capacity * host_tokens // max(host_bytes, 1),
-            held_bytes=held,
-            held_tokens=num_pages // len(group.entries) * int(cache.page_size),
-        )
+        return {
+            "capacity_bytes": capacity,
+            "capacity_tokens": capacity * host_tokens // max(host_bytes, 1),
+            "held_bytes": held,
+            "held_tokens": num_pages // len(group.entries) * int(cache.page_size),
+        }
 
     allocator = cache.token_to_kv_pool_allocator
     found = {
