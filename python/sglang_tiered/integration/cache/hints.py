@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYP
 
 from sglang_tiered.integration.cache.declined_loads import ABSENT, told_end
 from sglang_tiered.integration.cache.loads import PrefetchArguments, allocate_now, restorable_ends
+from sglang_tiered.integration.observe.stats import HintStats
 from sglang_tiered.policy.hints import LIFE_S, PIECE_TOKENS, Hint, HintEnd, HintQueue, piece_length
 
 if TYPE_CHECKING:
@@ -324,8 +325,12 @@ class Hints:
         self._hinted: dict[str, Hinted] = {}
         self._served: Hinted | None = None
         self._memory_is_short = False
-        self.num_begun = self.num_tokens_loaded = 0  # for metrics, as is ``ended``
-        self.ended = dict.fromkeys(HintEnd, 0)
+        self._num_begun = self._num_tokens_loaded = 0
+        self._ended = dict.fromkeys(HintEnd, 0)
+
+    def stats(self) -> HintStats:
+        """Take a snapshot."""
+        return HintStats(self._num_begun, dict(self._ended), self._num_tokens_loaded)
 
     # ---- A hint comes ----
 
@@ -354,7 +359,7 @@ class Hints:
         hinted.last_pages = {last, chain.hashes[hinted.end // self._cache.page_size - 1]}
         hinted.hint = self._queue.add(last, room, self._clock())
         self._hinted[last] = hinted
-        self.num_begun += 1
+        self._num_begun += 1
         return hinted
 
     def why_no_room(self) -> str:
@@ -398,7 +403,7 @@ class Hints:
             return
         hinted.num_loaded += num_loaded
         hinted.num_in_memory += num_loaded
-        self.num_tokens_loaded += num_loaded
+        self._num_tokens_loaded += num_loaded
         if stop is not None:
             self._drop(hinted, NO_MEMORY if stop is PieceOutcome.NO_MEMORY else NOT_READ)
 
@@ -414,7 +419,7 @@ class Hints:
             self._queue.served(hinted.hint, 0 if hinted.is_used else hinted.num_loaded)
             num_pages = hinted.num_in_memory // self._cache.page_size
             hinted.last_pages.update(hinted.chain.hashes[:num_pages][-1:])
-            self.ended[HintEnd.LOADED] += 1
+            self._ended[HintEnd.LOADED] += 1
             self._served = None
             hinted.release()
         elif outcome is PieceOutcome.LATER:
@@ -493,7 +498,7 @@ class Hints:
             self._loader.stop()
             self._served = None
         self._queue.drop(hinted.hint, why, self._clock())
-        self.ended[how] += 1
+        self._ended[how] += 1
         hinted.release()
 
     def _end_life(self, last: str) -> None:

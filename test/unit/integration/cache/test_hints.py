@@ -118,7 +118,7 @@ def test_hint_brings_a_prompt_once(open_world: Callable[..., CacheWorld], kind: 
     assert hinting.is_at_rest()
     assert kind == "is_eagle" or hinting.num_in_host(LONG) == len(LONG)
     assert hinting.hint(tokens) == DONE, "and again there is nothing to do"
-    stats = hinting.hints
+    stats = hinting.hints.stats()
     assert (stats.num_begun, stats.num_tokens_loaded) == (1, len(LONG))
     assert stats.ended[HintEnd.LOADED] == 1
 
@@ -151,7 +151,7 @@ def test_busy_server_drops_a_hint_at_its_end(
         hinting.clock.now += 2
         hinting.cache.check_hicache_events()
     assert hinting.poll()["status"] == 503 and "60 s" in hinting.poll()["error"]
-    assert hinting.hints.ended[HintEnd.EXPIRED] == 1
+    assert hinting.hints.stats().ended[HintEnd.EXPIRED] == 1
     assert not hinting.hint(LONG)["done"], "its asker was told, and asks anew"
     assert hinting.wait() == DONE
 
@@ -301,7 +301,7 @@ def test_ranks_load_the_shortest_piece(hinting: HintWorld, other: OtherRank) -> 
     hinting.hint(LONG)
     hinting.steps(1)
     assert not hinting.cache.ongoing_prefetch, "the other rank has not answered"
-    hinting.world.until(lambda: hinting.hints.num_tokens_loaded)
+    hinting.world.until(lambda: hinting.hints.stats().num_tokens_loaded)
     assert hinting.num_in_host(LONG) == 3 * PAGE
     other.end = DECLINED
     hinting.world.until(lambda: hinting.poll()["done"])
@@ -321,7 +321,7 @@ def test_another_ranks_clock_ends_a_hint(hinting: HintWorld, other: OtherRank) -
     hinting.hint(LONG)
     hinting.steps(1)
     other.lives = 0
-    hinting.world.until(lambda: hinting.hints.ended[HintEnd.EXPIRED])
+    hinting.world.until(lambda: hinting.hints.stats().ended[HintEnd.EXPIRED])
     assert hinting.poll()["status"] == 503
 
 
