@@ -11,7 +11,7 @@ is in Rust by default.
 A page is announced when a node that holds it is stored, or is matched and loaded: the event must
 carry its tokens, which are known only then. Pages that earlier processes or other servers left in a
 tier are therefore announced at their first use here. Announced pages are remembered up to a bound,
-those that no tier holds any more too, as they may come back: beyond it first these go, and then the
+those that no tier holds any more too, as they may come back. Beyond it first these go. Then the
 oldest is announced as removed, which costs a router a hit and never misleads it. Every step looks
 some of them up, all in their turn. So a page lost in any way (reclaim, erasing, flaws, a sick disk)
 is noticed within seconds without a signal from the tiers.
