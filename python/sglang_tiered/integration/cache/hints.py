@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPref
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 
-from sglang_tiered.integration.cache.declined_loads import ABSENT, told_end
+from sglang_tiered.integration.cache.load_scheduler import ABSENT, told_end
 from sglang_tiered.integration.cache.loads import PrefetchArguments, allocate_now, restorable_ends
 from sglang_tiered.integration.observe.stats import HintStats
 from sglang_tiered.policy.hints import LIFE_S, PIECE_TOKENS, Hint, HintEnd, HintQueue, piece_length

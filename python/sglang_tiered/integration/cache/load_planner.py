@@ -237,7 +237,16 @@ class LoadPlanner(Generic[Request]):
             "spans": [(TIERS.index(tier), num_tokens) for tier, num_tokens in spans],
             "ends": ends,
         }
-        record.least = plan = self._plan(record, num_ahead, rank)
+        plan = LoadPlan((num_held,), 0.0, 0.0)
+        if not self.is_unpriced:
+            is_busy = self.num_running > 0
+            plan = self.costs.plan(
+                **record.prefix,
+                ahead=remote_first(num_ahead, self._loading),
+                queue_wait_s=self._queue.seconds(record.place, is_busy=is_busy, rank=rank),
+                num_others=self.num_others(record),
+            )
+        record.least = plan
         if is_new:
             self.tokens[LoadDecision.ABSENT] += max(0, num_new - num_held)
             record.num_held = num_held
@@ -316,29 +325,6 @@ class LoadPlanner(Generic[Request]):
         self._drop_load(record)
         if record.place is None and record.arrived_at is None:  # nor did it come again
             self.loads.drop(request)
-
-    def _plan(self, record: RequestLoad, num_ahead: int, rank: int = 0) -> LoadPlan:
-        """Plan the load of a request that waits, or, of ``rank``, has no place in the queue yet."""
-        prefix = record.prefix
-        assert prefix is not None
-        if self.is_unpriced:
-            return LoadPlan((prefix["num_held"],), 0.0, 0.0)
-        return self.costs.plan(
-            **prefix,
-            ahead=remote_first(num_ahead, self._loading),
-            queue_wait_s=self._queue.seconds(record.place, is_busy=self.num_running > 0, rank=rank),
-            num_others=self.num_others(record),
-        )
-
-    def end_by_now(self, request: Request, *, num_ahead: int) -> int | None:
-        """Plan the load of a waiting request now, as it was when it arrived last, behind
-        ``num_ahead`` tokens of other loads. Return after how many tokens of its prompt that load
-        would end; None if it gains nothing."""
-        record = self.loads.get(request)
-        if record.prefix is None:
-            return None
-        num_tokens = self._plan(record, num_ahead).num_tokens
-        return record.prefix["num_before"] + num_tokens if num_tokens else None
 
     def leaves(self, request: Request) -> None:
         """Note that a request was admitted. Unknown ones are ignored."""

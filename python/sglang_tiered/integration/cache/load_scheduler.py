@@ -23,12 +23,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
-from sglang_tiered.integration.cache.declined_loads import (
-    ABSENT,
-    DECLINED,
-    DeclinedLoads,
-    told_end,
-)
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.loads import (
     Planned,
@@ -54,7 +48,11 @@ if TYPE_CHECKING:
     from sglang_tiered.request_log import Why
     from sglang_tiered.storage.stack.tiers import Span
 
-__all__ = ["LoadScheduler"]
+__all__ = ["ABSENT", "DECLINED", "LoadScheduler", "told_end"]
+
+DECLINED, ABSENT = -1, -2
+"""What a rank answers in place of where a load ends: that computing is sooner, or that its tiers
+hold nothing. The least answer counts, so a prefix that one rank lacks is not declined."""
 
 MAX_ASKS_PER_STEP = 16
 """Put-off requests that are looked at in one step: so many in queue order, and as many in turn,
@@ -73,6 +71,12 @@ one that could start: it waits for an adapter's slot, say, or for a decode serve
 
 MAX_YIELDED_TO = 32
 """Loads under way that a request may let arrive first: the oldest, since tiers read in order."""
+
+
+def told_end(end: int, *, has_back: bool = False) -> int:
+    """Return what a rank tells of where a load ends: the smaller, the less it loads; of equal ends
+    the one counts of which nothing is read from the back."""
+    return 2 * end + has_back
 
 
 def _gain_of(request: CacheRequestHandle) -> tuple[str, CacheRequestHandle]:
@@ -115,7 +119,6 @@ class LoadScheduler:
         self._num_unused: int | None = None  # host tokens that were loaded; None until counted
         # Of what was loaded for requests that were not admitted yet.
         self._locks: HostLocks[CacheRequestHandle] = HostLocks(cache)
-        self.declined = DeclinedLoads(planner)
 
     # ---- A load begins ----
 
@@ -134,7 +137,6 @@ class LoadScheduler:
         is_new = record.place is None and not record.has_run  # which is in the middle of a step
         has_waited = record.state is State.DEFERRED
         self._withdraw(request)
-        self._requests.waits_again(request, State.DECLINED)
         began_at = self._notes.clock()
         spans = storage.lookup_spans(chain := cache.page_hashes(call.new_key, call.last_hash))
         hashes = chain[: sum(span.num_pages for span in spans)]
@@ -181,8 +183,6 @@ class LoadScheduler:
         )
         if not is_load:
             self._drop_questions(request)
-            if end == DECLINED:
-                self.declined.add(request)
             return None
         # One that has just come overtakes nobody who waits for room.
         ask = self._window.has_room if has_waited else self._window.has_room_for_next
@@ -309,11 +309,6 @@ class LoadScheduler:
             if record.state is State.WAITING and not record.is_last_attempt:
                 self._defer(request, record.num_landed, rests=True)
 
-    def _attempt_declined(self) -> None:
-        """Let SGLang attempt a declined load that gains by now, as it does those put off."""
-        for request in self.declined.step(self.agreement, num_ahead=self._backs.num_ahead()):
-            self._attempt(request)
-
     def _stores_in_the_way(
         self, request: CacheRequestHandle, num_tokens: int, storage: TieredStorage
     ) -> int:
@@ -387,7 +382,6 @@ class LoadScheduler:
         self._soonest_load_s = None
         self._num_unused = None
         self._attempt_put_off()
-        self._attempt_declined()
         num_in = self._requests.num_in
         num_put_off = num_in(State.ASKED) + num_in(State.DEFERRED)
         self._ask_stride = num_put_off // MAX_ASKS_PER_STEP
@@ -520,7 +514,6 @@ class LoadScheduler:
         the loads of later requests would evict it before."""
         self._notes.load_ended(request, num_loaded)
         self.planner.load_ended(request)
-        self.declined.expect_prices()
         self.unlock_loaded(request)
         self._requests.waits_again(request, State.LOADING)
         record = self._requests.get(request)
@@ -580,7 +573,6 @@ class LoadScheduler:
         """End all waiting for turns."""
         for request in self._requests.in_state(State.ASKED, State.DEFERRED):
             self._withdraw(request)
-        self.declined.clear()
         self.agreement.drop_all()
 
     def clear(self) -> None:
@@ -590,5 +582,4 @@ class LoadScheduler:
         self._num_asks_left = [0, 0]
         self._window.clear()
         self.planner.clear()
-        self.declined.clear()
         self.agreement.drop_all()

@@ -56,7 +56,6 @@ class State(enum.IntEnum):
     """Says what a request waits for."""
 
     WAITING = enum.auto()  # for its turn
-    DECLINED = enum.auto()  # the same, and its load is planned again meanwhile
     ASKED = enum.auto()  # for the other ranks, to say where its load ends
     DEFERRED = enum.auto()  # for its load's turn
     LOADING = enum.auto()  # for a load that SGLang has
@@ -162,7 +161,6 @@ class RequestLoad:
     num_rest: int = 0  # that it is to compute
     yields_since: float | None = None
     rank: int = 0  # those of smaller ranks are admitted first
-    num_attempts: int = 0  # of a load that was declined
     may_yield: bool = False  # it may be computed in chunks of ours
     has_run: bool = False  # it comes again, with less than it had
     is_own_attempt: bool = False  # that SGLang was asked for here

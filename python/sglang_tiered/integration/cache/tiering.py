@@ -236,7 +236,6 @@ class Tiering:
         prefill = self.planner.costs.prefill
         expected_s = prefill.prices[0] + sum(prefill.seconds(*span) for span in spans)
         self.work.launched(expected_s, now)
-        self.loads.declined.expect_prices()
         if self.publish_costs is not None:
             self.publish_costs(expected_s)
 

@@ -12,8 +12,12 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_tiered.integration.cache.declined_loads import ABSENT, DECLINED, told_end
-from sglang_tiered.integration.cache.load_scheduler import MAX_ASKS_PER_STEP
+from sglang_tiered.integration.cache.load_scheduler import (
+    ABSENT,
+    DECLINED,
+    MAX_ASKS_PER_STEP,
+    told_end,
+)
 from sglang_tiered.policy.cost_model import LoadDecision, LoadPlan
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
