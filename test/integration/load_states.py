@@ -124,7 +124,7 @@ class LoadWatch:
             record.load.plan.num_tokens
             for record in planner.loads
             if record.state in (State.LOADING, State.BOTH_ENDS)
-            or (record.load is not None and record.load.is_ahead and record.load.queued_at)
+            or (record.place is None and record.load is not None and record.load.queued_at)
         ]
         assert sum(planner._loading) == sum(loading)
 

@@ -8,7 +8,6 @@ threads and are only noted there; everything else runs on the scheduler thread.
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -50,10 +49,6 @@ TIERS = tuple(Tier)
 PREFILL_UNITS = ("batch", "token", "pair", "copied_token")
 LOAD_UNITS = ("load", "byte")
 """What the prices of prefill and of loads are of."""
-
-YIELD_SHARE = 0.05
-"""Of its own prefill, what a request waits so that a load that is nearly done gets into the same
-batch: without it, a load that ends a moment too late waits for a whole prefill of others."""
 
 
 class LoadPlanner(Generic[Request]):
@@ -428,7 +423,7 @@ class LoadPlanner(Generic[Request]):
             num_before=num_before,
             spans=self._tokens_of(spans),
         )
-        load = PricedLoad(plan, is_ahead=True, queued_at=self._clock())
+        load = PricedLoad(plan, queued_at=self._clock())
         self.loads.of(request).load = load
         self._count(load, 1)
         if plan.num_remote and not self.always:
@@ -463,29 +458,6 @@ class LoadPlanner(Generic[Request]):
             for tier, num_tokens in enumerate(load.plan.parts):
                 others[tier] -= num_tokens
         return others
-
-    def left_s(self, request: Request) -> float:
-        """Return the seconds until a load is expected to end; infinite if it is far too late, or if
-        there is no load."""
-        load = self.loads.get(request).load
-        if load is None or load.queued_at is None or load.is_ahead:
-            return math.inf
-        left_s = load.plan.load_s - (self._clock() - load.queued_at)
-        return max(left_s, 0.0) if left_s > -load.plan.load_s else math.inf
-
-    def yields(self, request: Request, left_s: float) -> bool:
-        """Whether a request that could start now lets a load of another, expected in ``left_s``,
-        arrive first: for at most ``YIELD_SHARE`` of its own prefill in all."""
-        record = self.loads.get(request)
-        if record.place is None:
-            return False
-        patience_s = YIELD_SHARE * record.place.own_s
-        if left_s > patience_s:
-            return False
-        now = self._clock()
-        if record.yields_since is None:
-            record.yields_since = now
-        return now - record.yields_since < patience_s
 
     def gains_by_its_turn(self, request: Request, *, num_ahead: int) -> bool:
         """Whether a request whose load was put off should go on waiting for it, behind

@@ -12,9 +12,7 @@ With pipeline parallelism SGLang decides alone.
 
 from __future__ import annotations
 
-import math
 from array import array
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -69,9 +67,6 @@ GIVES_WAY_STEPS = 8
 """Steps after which a request whose load has ended, and that was not admitted, keeps no room from
 one that could start: it waits for an adapter's slot, say, or for a decode server."""
 
-MAX_YIELDED_TO = 32
-"""Loads under way that a request may let arrive first: the oldest, since tiers read in order."""
-
 
 def told_end(end: int, *, has_back: bool = False) -> int:
     """Return what a rank tells of where a load ends: the smaller, the less it loads; of equal ends
@@ -110,7 +105,6 @@ class LoadScheduler:
         self._window: PrefetchWindow[CacheRequestHandle] = PrefetchWindow(window_tokens)
         # In this step: of requests that wait for the other ranks' answer, and for their turn.
         self._num_asks_left = [0, 0]
-        self._soonest_load_s: float | None = None  # of the loads under way; None until computed
         self._num_looks_left = 0
         self._ask_stride = self._look_stride = 0  # each request's turn comes once in so many steps
         self._num_steps = 0
@@ -379,7 +373,6 @@ class LoadScheduler:
         self._num_looks_left = MAX_LOOKS_PER_STEP
         self._num_steps += 1
         self._is_served = None
-        self._soonest_load_s = None
         self._num_unused = None
         self._attempt_put_off()
         num_in = self._requests.num_in
@@ -406,23 +399,6 @@ class LoadScheduler:
 
     def _has_no_turn(self, number: int, stride: int) -> bool:
         return stride > 1 and (number + self._num_steps) % stride > 0
-
-    def yields(self, request: CacheRequestHandle) -> bool:
-        """Whether a request waits a moment for loads of others that are nearly there."""
-        loads = self._cache.ongoing_prefetch
-        if not loads or not self._cache.decides_alone:
-            return False
-        if self._soonest_load_s is None:
-            under_way = [
-                self.planner.left_s(handle)
-                for handle, info in islice(loads.items(), MAX_YIELDED_TO)
-                if info.operation.completed_tokens < info.operation.storage_hit_count
-            ]
-            self._soonest_load_s = min(under_way, default=math.inf)
-        yields = self.planner.yields(request, self._soonest_load_s)
-        if yields:
-            self.keeps_room(request)
-        return yields
 
     def keeps_room(self, request: CacheRequestHandle) -> None:
         """Note that a request waits, but for no load and for nothing that others need not wait

@@ -103,7 +103,6 @@ class PricedLoad:
 
     plan: LoadPlan
     is_back: bool = False  # read from its end, while its request computes the front
-    is_ahead: bool = False  # no request waits for it
     queued_at: float | None = None
     begun_at: float | None = None  # when its reads were first seen under way
     left_to_begin_s: float = 0.0
@@ -159,7 +158,6 @@ class RequestLoad:
     num_held: int = 0  # in the tiers, when it came
     num_loaded: int = 0
     num_rest: int = 0  # that it is to compute
-    yields_since: float | None = None
     rank: int = 0  # those of smaller ranks are admitted first
     may_yield: bool = False  # it may be computed in chunks of ours
     has_run: bool = False  # it comes again, with less than it had

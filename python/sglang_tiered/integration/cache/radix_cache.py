@@ -248,7 +248,9 @@ class TieredRadixCache(HidingCache):
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Whether the request may be admitted now: nothing it waits for is still loading."""
         has_loaded = self.load_has_ended(request)
-        return has_loaded if self.tiering is None else self.tiering.may_start(request, has_loaded)
+        if self.tiering is not None:
+            self.tiering.notes.may_start(request, has_loaded)
+        return has_loaded
 
     def load_has_ended(self, request: CacheRequestHandle) -> bool:
         """Whether no load of a request is under way or still to begin."""

@@ -142,12 +142,6 @@ class Tiering:
         self.loads.begun(planned)
         return result
 
-    def may_start(self, request: CacheRequestHandle, has_loaded: bool) -> bool:
-        """Whether a request whose turn has come starts."""
-        starts = has_loaded and not self.loads.yields(request)
-        self.notes.may_start(request, starts)
-        return starts
-
     def has_loaded(
         self, request: CacheRequestHandle, ask_sglang: Callable[[CacheRequestHandle], Any]
     ) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from kit.clock import Clock
 from sglang_tiered.integration.cache.load_planner import (
-    YIELD_SHARE,
     LoadPlanner,
 )
 from sglang_tiered.policy.cost_model import (
@@ -109,11 +107,12 @@ def test_agreed_load_has_its_time_but_no_more() -> None:
     planner.begins("r")
     load_s = planner.costs.load_seconds((0, 0, 640))
     assert planner.far_deadline_s >= load_s > 1.0
-    assert planner.left_s("r") == pytest.approx(load_s)
+    priced = planner.loads.get("r").load
+    assert priced is not None and priced.plan.load_s == pytest.approx(load_s)
     assert planner.tokens_ahead(6400) == (5760, 0, 640)
     assert planner.num_waiting_tokens == 6500 - 640
     planner.agreed("r", 0, num_ahead=0)  # and not after all
-    assert planner.left_s("r") == math.inf
+    assert planner.loads.get("r").load is None
     assert planner.num_waiting_tokens == 6500 and planner.tokens_ahead(640) == (640, 0, 0)
 
 
@@ -160,23 +159,6 @@ def test_a_busy_server_computes_nothing_that_waits(progress: str) -> None:
     clock.now += 2 * 6400 * TOKEN_S
     assert not planner.gains_by_its_turn("r", num_ahead=0), "and nobody waits without an end"
     assert not waits(planner, is_read=False)
-
-
-def test_request_yields_to_a_close_load_briefly() -> None:
-    """For a share of its own prefill in all, whatever follows; and never to one that hangs."""
-    planner, clock = make_planner()
-    arrive(planner, "returning", 6400, 6500)
-    arrive(planner, "new", 0, 64_000)
-    assert not planner.yields("new", planner.left_s("returning")), "it has not begun"
-    planner.begins("returning")
-    left_s = planner.left_s("returning")
-    assert 0 < left_s <= YIELD_SHARE * 64_000 * TOKEN_S
-    assert planner.yields("new", left_s)
-    assert not planner.yields("returning", left_s), "its own prefill is short"
-    clock.now += 3 * 6400 * LOAD_TOKEN_S
-    assert planner.left_s("returning") == math.inf
-    clock.now += YIELD_SHARE * 64_000 * TOKEN_S
-    assert not planner.yields("new", 0.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(1, 99))))

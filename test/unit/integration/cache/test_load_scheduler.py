@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -130,7 +129,7 @@ def test_load_that_prices_left_behind_is_followed(
     monkeypatch.setattr(planner.costs, "plan", lambda **_: LoadPlan((), 0.0, 0.0))
     request = world.asks("r", SHORT)
     assert request in world.cache.ongoing_prefetch
-    assert planner.left_s(request) < math.inf
+    assert planner.loads.get(request).load.plan.load_s > 0.0
 
 
 @pytest.mark.parametrize(("has_window", "num_saved", "num_before"), [(False, 4, 12), (True, 16, 0)])
