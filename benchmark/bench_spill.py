@@ -19,6 +19,7 @@ import json
 import time
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,7 @@ class Tier:
         self.next_page = 0
         self.next_operation = 0
         self.queued: list[tuple[int, QueuedStore]] = []
+        self.results: list[SimpleNamespace] = []
         cache: Any = self
         copies = HostCopies(cache, Loads(), patience_s=lambda request: 0.0, waiting_stores=list)
         self.spiller = Spiller(
@@ -150,7 +152,18 @@ class Tier:
             self.gate.store_ended(store)
             node_id, lock = self.ongoing_backup.pop(operation)
             self.dec_host_lock_ref(node_id, lock)
+            tokens = range(store.num_tokens)
+            self.results.append(
+                SimpleNamespace(id=operation, completed_tokens=len(tokens), host_indices=tokens)
+            )
         self.queued.clear()
+
+    def step(self) -> None:
+        """What ``check_hicache_events`` does."""
+        results, self.results = self.results, []
+        if results:
+            self.spiller.ended(results, self.gate.waited_s)
+        self.spiller.step(self)  # type: ignore[arg-type]
 
 
 def measure(state: str, num_dirty: int, num_steps: int, num_offers: int) -> dict[str, list[float]]:
@@ -171,7 +184,7 @@ def measure(state: str, num_dirty: int, num_steps: int, num_offers: int) -> dict
         for node in nodes:
             tier.spiller.offer_node(node, tier)  # type: ignore[arg-type]
         offered = time.thread_time()
-        tier.spiller.step(tier)  # type: ignore[arg-type]
+        tier.step()
         ended = time.thread_time()
         samples["offer"].append(1e3 * (offered - begun))
         samples["step"].append(1e3 * (ended - offered))

@@ -146,8 +146,3 @@ class PageAccounting:
         )
         self._num_cleaned -= int(np.count_nonzero((codes != clean) & (before == clean)))
         self._states[pages] = np.where((before == _FREE) & (codes != clean), _FREE, codes)
-
-    def check_integrity(self) -> None:
-        """Raise ``AssertionError`` when the books do not balance; with no store under way."""
-        held = self._states[self._states != _FREE]
-        assert self.num_dirty == int(np.count_nonzero(held != EvictionOutcome.CLEAN.code))

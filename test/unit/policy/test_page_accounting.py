@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kit.books import check_pages
 from sglang_tiered.policy.page_accounting import EvictionOutcome, PageAccounting
 
 
@@ -62,6 +63,6 @@ def test_what_entered_left_or_is_still_there(
                 held -= chosen
             else:
                 accounting.note_stored(pages(*chosen), [outcome] * len(chosen))
-        accounting.check_integrity()
+        check_pages(accounting)
         assert sum(accounting.left.values()) + len(held) == num_entered
         assert 0 <= accounting.num_dirty <= len(held)

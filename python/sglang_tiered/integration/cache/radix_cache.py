@@ -39,6 +39,7 @@ from sglang_tiered.integration.cache.prefill_times import make_planner
 from sglang_tiered.integration.cache.quiescing import (
     LoadsUnderWay,
     is_under_way,
+    next_items,
     wait_until_quiet,
 )
 from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
@@ -359,18 +360,18 @@ class TieredRadixCache(HidingCache):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        before = {} if n_backup == 0 else small_host.stores_under_way(self)
+        results = next_items(self.cache_controller.ack_backup_queue, n_backup)
+        nodes = [small_host.node_of_store(self, each.id) for each in results]
         with self._loads_under_way.noting_ends(self, n_storage_hit, n_ack_prefetch):
             super()._drain_storage_control_queues_impl(
                 n_storage_hit, n_ack_prefetch, n_backup, *args, **kwargs
             )
-        after = small_host.stores_under_way(self) if before else {}
-        ended = [node_id for each, node_id in before.items() if each not in after]
-        if ended and self.tiering is not None:
-            self.tiering.stores_ended()
+        if results and self.tiering is not None:
+            self.tiering.stores_ended(results)
         if self._observer is not None:
-            for node_id in ended:
-                self._observer.announce_node(node_id)
+            for node_id in nodes:
+                if node_id is not None:
+                    self._observer.announce_node(node_id)
 
     def pages_shown(self, nodes: Sequence[TreePathNodeInfo]) -> None:
         if self.tiering is not None:

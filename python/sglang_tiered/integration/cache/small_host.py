@@ -60,11 +60,11 @@ __all__ = [
     "is_storing",
     "lacks_pages",
     "loads_on_the_way",
+    "node_of_store",
     "note_absent",
     "reason_against_buffer",
     "register_core",
     "store_again",
-    "stores_under_way",
     "use_buffer",
 ]
 
@@ -339,12 +339,14 @@ def describe_store(cache: Any, ack_id: int) -> None:
     )
 
 
-def stores_under_way(cache: Any) -> dict[int, int]:
-    """Return the nodes that are being stored, by the operation."""
-    if cache.buffer_pipeline is None:
-        return {operation: node_id for operation, (node_id, _) in cache.ongoing_backup.items()}
-    entries = cache.buffer_pipeline.ongoing_backup
-    return {operation: entry.intent.snapshot.node_id for operation, entry in entries.items()}
+def node_of_store(cache: Any, operation: int) -> int | None:
+    """Return the node that an operation stores; None of one that SGLang has dropped."""
+    buffer = cache.buffer_pipeline
+    entry = (cache.ongoing_backup if buffer is None else buffer.ongoing_backup).get(operation)
+    if entry is None:
+        return None
+    node_id: int = entry[0] if buffer is None else entry.intent.snapshot.node_id
+    return node_id
 
 
 def loads_on_the_way(cache: Any) -> list[CacheRequestHandle]:

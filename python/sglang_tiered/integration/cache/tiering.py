@@ -121,8 +121,7 @@ class Tiering:
         self.hints.end_all(DETACHED)
         self.loads.detached()
         self.returns.drop_all()
-        self.stores.abandon()
-        self.stores.unlock_device()
+        self.stores.detached()
 
     # ---- Loads ----
 
@@ -201,10 +200,11 @@ class Tiering:
         storage = self._cache.storage
         return bool(self.stores.queue) and storage is not None and bool(storage.takes_stores)
 
-    def stores_ended(self) -> None:
+    def stores_ended(self, results: Sequence[Any]) -> None:
         """Free what stores held on to, once SGLang has taken their results."""
+        storage = self._cache.storage
         self.copies.stores_ended()
-        self.stores.unlock_device()
+        self.stores.ended(results, 0.0 if storage is None else storage.gate.waited_s)
 
     # ---- What stays in host memory ----
 

@@ -1,0 +1,37 @@
+"""Whether the books of what waits to be stored, and of host pages, balance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sglang_tiered.policy.page_accounting import EvictionOutcome
+from sglang_tiered.policy.spill import MAX_SHARE, MIN_SHARE
+
+if TYPE_CHECKING:
+    from sglang_tiered.policy.page_accounting import PageAccounting
+    from sglang_tiered.policy.spill import SpillQueue
+
+
+def check_spill_queue(queue: SpillQueue[Any]) -> None:
+    """Raises ``AssertionError`` when they do not."""
+    waiting = [store for stores in queue._waiting for store in stores.values()]
+    assert queue.waiting_tokens == sum(store.num_tokens for store in waiting)
+    assert queue.pinned_tokens == sum(sum(pinned.values()) for pinned in queue._pinned)
+    flights = queue._flights.values()
+    assert queue.flight_tokens == sum(store.num_tokens for store in flights)
+    assert queue._num_flights_of == Counter(store.node for store in flights)
+    assert not queue._waiting[0].keys() & queue._waiting[1].keys()
+    for stores, pinned in zip(queue._waiting, queue._pinned, strict=True):
+        assert pinned.keys() <= stores.keys()
+        assert all(node == store.node for node, store in stores.items())
+    low, high = queue._host_tokens * MIN_SHARE, queue._host_tokens * MAX_SHARE
+    assert low <= queue.limit_tokens <= high, (low, queue.limit_tokens, high)
+
+
+def check_pages(accounting: PageAccounting) -> None:
+    """Raises ``AssertionError`` when they do not; no store is under way."""
+    held = accounting._states[accounting._states != 255]
+    assert accounting.num_dirty == int(np.count_nonzero(held != EvictionOutcome.CLEAN.code))
