@@ -41,7 +41,7 @@ STALE_AFTER_S = {Tier.NVME: 3.0, Tier.PEER: 10.0, Tier.OBJECT: 60.0}
 recover. A probe of another server takes some of its time; one of a bucket costs money."""
 
 MIN_FAR_DEADLINE_S = 0.05
-ALWAYS_DEADLINE_S = 10.0  # of reads that are waited for, whatever they cost
+ALWAYS_DEADLINE_S = 10.0  # of reads that are waited for, whatever they cost, and of their turn
 
 TIERS = tuple(Tier)
 """The index of a tier is its number in the cost model."""
@@ -464,13 +464,14 @@ class LoadPlanner(Generic[Request]):
         ``num_ahead`` tokens of other loads."""
         record = self.loads.get(request)
         load = record.load
-        if load is None or self.is_unpriced:
+        if load is None or self.follows:
             return load is not None
-        plan = load.plan
+        stalled_s = self.loads.stalled_s(record)
+        if self.always:
+            return stalled_s < ALWAYS_DEADLINE_S
         ahead = remote_first(num_ahead, self._loading)
-        load_s = self.costs.load_seconds(plan.parts, ahead)
-        wait_s = self.loads.stalled_s(record) + load_s
-        return self.costs.gains(wait_s, plan.saved_s, self.num_others(record))
+        wait_s = stalled_s + self.costs.load_seconds(load.plan.parts, ahead)
+        return self.costs.gains(wait_s, load.plan.saved_s, self.num_others(record))
 
     def patience_s(self, request: Request) -> float:
         """Return how long a load may wait for host memory and still gain."""

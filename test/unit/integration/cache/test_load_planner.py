@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kit.clock import Clock
 from sglang_tiered.integration.cache.load_planner import (
+    ALWAYS_DEADLINE_S,
     LoadPlanner,
 )
 from sglang_tiered.policy.cost_model import (
@@ -27,7 +28,7 @@ LOAD_TOKEN_S = 1e-5
 
 
 def make_planner(
-    *, load_token_s: float = LOAD_TOKEN_S, follows: bool = False
+    *, load_token_s: float = LOAD_TOKEN_S, follows: bool = False, always: bool = False
 ) -> tuple[LoadPlanner[str], Clock]:
     costs = CostModel(
         page_tokens=64,
@@ -36,7 +37,7 @@ def make_planner(
         transfers=[TransferCost((1e-6, load_token_s / BYTES_PER_TOKEN))],
     )
     clock = Clock(100.0)
-    return LoadPlanner(costs, clock, follows=follows), clock
+    return LoadPlanner(costs, clock, follows=follows, always=always), clock
 
 
 def load(
@@ -159,6 +160,18 @@ def test_a_busy_server_computes_nothing_that_waits(progress: str) -> None:
     clock.now += 2 * 6400 * TOKEN_S
     assert not planner.gains_by_its_turn("r", num_ahead=0), "and nobody waits without an end"
     assert not waits(planner, is_read=False)
+
+
+def test_load_at_any_price_awaits_room_briefly() -> None:
+    """One before it may hang, and leave none."""
+    planner, clock = make_planner(always=True)
+    planner.loads.arrives("r")
+    assert arrive(planner, "r", 6400, 6500) == 6400
+    planner.loads.held_up(planner.loads.get("r"))
+    clock.now += 0.9 * ALWAYS_DEADLINE_S
+    assert planner.gains_by_its_turn("r", num_ahead=0)
+    clock.now += 0.2 * ALWAYS_DEADLINE_S
+    assert not planner.gains_by_its_turn("r", num_ahead=0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(1, 99))))
