@@ -437,6 +437,8 @@ class TieredRadixCache(HidingCache):
     # ---- Steps, and agreement between ranks ----
 
     def check_hicache_events(self) -> None:
+        if self.tiering is not None:
+            self.tiering.ask_ranks()
         super().check_hicache_events()
         if self.tiering is not None:
             self.tiering.step()

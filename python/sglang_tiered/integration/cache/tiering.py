@@ -278,6 +278,12 @@ class Tiering:
 
     # ---- Steps and ends ----
 
+    def ask_ranks(self) -> None:
+        """Ask at the beginning of a step what all ranks must know at its end."""
+        storage = self._cache.storage
+        if storage is not None and storage.remote_erasures is not None:
+            storage.remote_erasures.ask(self.agreement)
+
     def step(self) -> None:
         """Do the work of one scheduler step, after SGLang took note of what has ended."""
         storage, hide = self._cache.storage, self._cache.hide_heard
