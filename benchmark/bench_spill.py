@@ -98,7 +98,6 @@ class Tier:
             copies,
             HostBudget(self.num_tokens, 0),
             num_loading=lambda: sum(self.ongoing_prefetch.values()),
-            store_ended=lambda chain, num_tokens, is_held: None,
         )
 
     def inc_host_lock_ref(self, node_id: int) -> Any:

@@ -18,7 +18,7 @@ MAX_WAITING = 12
 
 
 def store(node: int, num_tokens: int) -> NodeStore[int]:
-    return NodeStore(node, "chain", 0, num_tokens)
+    return NodeStore(node, 0, num_tokens)
 
 
 class SpillMachine(RuleBasedStateMachine):

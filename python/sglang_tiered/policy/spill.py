@@ -55,7 +55,6 @@ class NodeStore(Generic[Node]):
     """Describes the store of a node, as the node was when it was offered."""
 
     node: Node
-    chain: str  # hash of its last page, which names everything up to it
     path_start: int
     path_end: int
     num_retries: int = 0

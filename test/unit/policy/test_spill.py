@@ -32,7 +32,7 @@ def queue(clock: Clock) -> SpillQueue[str]:
 
 
 def store(node: str, num_tokens: int) -> NodeStore[str]:
-    return NodeStore(node, "chain", 100, 100 + num_tokens)
+    return NodeStore(node, 100, 100 + num_tokens)
 
 
 def take(queue: SpillQueue[str], *, loads_wait: bool = False) -> str | None:

@@ -104,10 +104,6 @@ class Residents:
                 self.offer_node(node.node_id)
         self.offer_node(node_id)
 
-    def price_chain(self, chain: str, cost: float) -> None:
-        """Set what a token of a chain costs to bring back, if it is a resident."""
-        self._set.price_chain(chain, cost)
-
     def note_eviction(self, num_tokens: int) -> None:
         """Note that the tier evicted so many tokens of others."""
         self._set.note_eviction(num_tokens)

@@ -66,9 +66,7 @@ class Spiller:
     """Stores the dirty nodes of one cache. Its ``SpillQueue`` says what is under way; its own
     tables hold locks, and nodes that were dropped and may be offered again.
 
-    ``num_loading``: tokens that loads take. ``store_ended``: called for a store that was dropped,
-    or that succeeded after it had been dropped, with its chain, the chain's length and whether it
-    is held now."""
+    ``num_loading``: tokens that loads take."""
 
     def __init__(
         self,
@@ -77,14 +75,12 @@ class Spiller:
         budget: HostBudget,
         *,
         num_loading: Callable[[], int],
-        store_ended: Callable[[str, int, bool], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._copies = copies
         self._budget = budget
         self._num_loading = num_loading
-        self._store_ended = store_ended
         self._clock = clock
         # The owner of what waits to be stored, and of what is being stored.
         self.queue = SpillQueue[int](budget.host_tokens, clock)
@@ -115,7 +111,7 @@ class Spiller:
         sample = [bytes.fromhex(text) for text in hashes[:NUM_SAMPLED_PAGES]]
         returned = self._touches.num_seen(sample) > 0
         dropped = self._dropped.pop(node_id, None)
-        store = NodeStore(node_id, hashes[-1], node.path_start, node.path_end)
+        store = NodeStore(node_id, node.path_start, node.path_end)
         if dropped is not None and self._cache.has_small_host:
             store.num_retries = dropped.num_retries  # copied again for this retry
         self._wait(store, returned=returned)
@@ -164,10 +160,7 @@ class Spiller:
             store = self.queue.end_flight(result.id)
             if store is None or self.queue.is_under_way(store.node):
                 continue  # the end of its next store says what is held
-            is_held = result.completed_tokens == len(result.host_indices)
-            if not is_held or store.num_retries:
-                self._store_ended(store.chain, store.path_end, is_held)
-            if not is_held:
+            if result.completed_tokens < len(result.host_indices):
                 self._remember(store)
         self.queue.adapt_limit(waited_s)
 
@@ -236,11 +229,10 @@ class Spiller:
         core = self._cache.tree_core
         if not core.is_backuped(node_id) or self._cache.is_erased(node_id):
             return
-        chain = core.get_last_hash_value(node_id) or ""
         self._dropped.pop(node_id, None)
         operation = self._queue_store(node_id, chain_tokens)
         if operation is not None:
-            store = NodeStore(node_id, chain, node.path_start, node.path_end, num_retries)
+            store = NodeStore(node_id, node.path_start, node.path_end, num_retries)
             self.queue.note_flight(operation, store)
 
     def _queue_store(self, node_id: int, chain_tokens: int) -> int | None:

@@ -84,7 +84,6 @@ class Tiering:
             self.copies,
             budget,
             num_loading=self.loads.num_tokens,
-            store_ended=self._store_ended,
         )
         loader = ChainLoader(
             cache, self.loads, planner, self.copies, window_tokens=budget.loading_tokens
@@ -258,16 +257,11 @@ class Tiering:
         if storage is None or not self._cache.decides_alone:
             return 1.0
         is_held = self.stores.queue.is_under_way(node_id) or storage.holds(chain)
-        return self._cost(num_tokens, is_held=is_held)
-
-    def _cost(self, num_tokens: int, *, is_held: bool) -> float:
         costs = self.planner.costs
-        prefill = costs.prefill.seconds(num_tokens, 0)
-        seconds = costs.load_seconds((num_tokens,)) if is_held else prefill
+        seconds = (
+            costs.load_seconds((num_tokens,)) if is_held else costs.prefill.seconds(num_tokens, 0)
+        )
         return max(seconds, MIN_COST_S) / num_tokens
-
-    def _store_ended(self, chain: str, num_tokens: int, is_held: bool) -> None:
-        self.residents.price_chain(chain, self._cost(num_tokens, is_held=is_held))
 
     def _waiting_stores(self) -> list[int]:
         return self.stores.queue.waiting()
