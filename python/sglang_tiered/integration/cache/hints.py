@@ -273,11 +273,12 @@ class ChainLoader:
         self._cache.storage_prefetch_retries.cancel(handle.rid)
 
 
-class Hinted:
+class Hinted(Hint):
     """One conversation that is, or was, on its way to host memory. ``num_in_memory`` and ``end``:
     its leading tokens in memory when it was looked at last, and once nothing is left to load."""
 
     def __init__(self, chain: Chain, num_in_memory: int, end: int) -> None:
+        super().__init__(chain.hashes[-1] if chain.hashes else "")
         self.chain = chain
         self.num_pages = len(chain.hashes)
         self.num_in_memory = num_in_memory
@@ -286,16 +287,6 @@ class Hinted:
         self.pause_steps = 0
         self.last_pages: set[str] = set()  # of nodes whose use is the use of what was loaded
         self.is_used = False
-        self.hint: Hint[str] | None = None
-
-    @property
-    def is_active(self) -> bool:
-        return self.hint is not None and self.hint.is_active
-
-    @property
-    def why_dropped(self) -> str:
-        """Return why it was dropped; empty if it was not."""
-        return "" if self.hint is None else self.hint.why_dropped
 
     def release(self) -> None:
         """Keep the name of the chain alone: what has ended may be long and many."""
@@ -321,8 +312,7 @@ class Hints:
         self._loads = loads
         self._loader = loader
         self._clock = time.monotonic
-        self._queue: HintQueue[str] = HintQueue(capacity)  # by the hash of the last page
-        self._hinted: dict[str, Hinted] = {}
+        self._queue: HintQueue[Hinted] = HintQueue(capacity)
         self._served: Hinted | None = None
         self._memory_is_short = False
         self._num_begun = self._num_tokens_loaded = 0
@@ -336,29 +326,27 @@ class Hints:
 
     def get(self, chain: Chain) -> Hinted | None:
         """Return what became of a hint for this chain whose life has not ended."""
-        return self._hinted.get(chain.hashes[-1])
+        return self._queue.get(chain.hashes[-1])
 
     def told(self, hinted: Hinted) -> None:
         """Drop why a hint was dropped: its asker knows, and may ask again."""
-        if hinted.why_dropped and self._hinted.get(hinted.chain.hashes[-1]) is hinted:
-            self._end_life(hinted.chain.hashes[-1])
+        if hinted.why_dropped and self._queue.get(hinted.name) is hinted:
+            self._end_life(hinted)
 
     def begin(self, chain: Chain, num_in_memory: int, end: int) -> Hinted | None:
         """Begin to load what follows in memory of a chain's first ``end`` tokens, or as many as
         hints may load. Returns None where hints before it take the room. Every rank makes this call
         in the same step, with the same arguments."""
-        last = chain.hashes[-1]
-        earlier = self._hinted.get(last)
+        earlier = self.get(chain)
         if earlier is not None:
-            self._end_life(last)
+            self._end_life(earlier)
         room = self._queue.room_for(end - num_in_memory)
         room = room // self._cache.page_size * self._cache.page_size
         if room < self._cache.prefetch_threshold:
             return None
         hinted = Hinted(chain, num_in_memory, num_in_memory + room)
-        hinted.last_pages = {last, chain.hashes[hinted.end // self._cache.page_size - 1]}
-        hinted.hint = self._queue.add(last, room, self._clock())
-        self._hinted[last] = hinted
+        hinted.last_pages = {hinted.name, chain.hashes[hinted.end // self._cache.page_size - 1]}
+        self._queue.add(hinted, room, self._clock())
         self._num_begun += 1
         return hinted
 
@@ -373,7 +361,7 @@ class Hints:
 
     def step(self, storage: TieredStorage) -> None:
         """Begin or end a piece, once per scheduling step; costs next to nothing without hints."""
-        if not self._hinted:
+        if not len(self._queue):
             return
         self._end_oldest()
         loader = self._loader
@@ -385,10 +373,9 @@ class Hints:
         if loader.is_loading:
             return
         self._take_piece()
-        hint = self._queue.next()
-        if hint is None or not loader.has_room():
+        hinted = self._queue.next()
+        if hinted is None or not loader.has_room():
             return
-        hinted = self._hinted[hint.chain]
         if hinted.pause_steps > 0:
             hinted.pause_steps -= 1
             return
@@ -415,17 +402,15 @@ class Hints:
         elif outcome is PieceOutcome.NO_MEMORY:
             self._drop(hinted, NO_MEMORY)
         elif outcome is PieceOutcome.NOTHING:
-            assert hinted.hint is not None
-            self._queue.served(hinted.hint, 0 if hinted.is_used else hinted.num_loaded)
+            self._queue.served(hinted, 0 if hinted.is_used else hinted.num_loaded)
             num_pages = hinted.num_in_memory // self._cache.page_size
             hinted.last_pages.update(hinted.chain.hashes[:num_pages][-1:])
             self._ended[HintEnd.LOADED] += 1
             self._served = None
             hinted.release()
         elif outcome is PieceOutcome.LATER:
-            assert hinted.hint is not None
             hinted.pause_steps = PAUSE_STEPS
-            hinted.hint.num_passed += 1  # the others go on meanwhile
+            hinted.num_passed += 1  # the others go on meanwhile
             self._served = None
 
     def _end_oldest(self) -> None:
@@ -439,11 +424,10 @@ class Hints:
             agreement.drop_question(question)
         if answer != 0:
             return
-        hinted = self._hinted[oldest.chain]
         if oldest.is_active:
-            self._drop(hinted, OVER, HintEnd.EXPIRED)
+            self._drop(oldest, OVER, HintEnd.EXPIRED)
         else:
-            self._end_life(oldest.chain)
+            self._end_life(oldest)
 
     # ---- It ends ----
 
@@ -455,34 +439,34 @@ class Hints:
     def note_use(self, hashes: list[str]) -> None:
         """Note that a request uses the nodes that end in these pages: hints for them have come
         true."""
-        for last, hinted in list(self._hinted.items()):
+        for hinted in self._queue:
             if hinted.why_dropped or hinted.last_pages.isdisjoint(hashes):
                 continue
             hinted.is_used = True
             if not hinted.is_active:
-                self._end_life(last)
+                self._end_life(hinted)
 
     def end_all(self, why: str) -> None:
         """Drop all hints. Every rank makes this call in the same step."""
-        for last, hinted in list(self._hinted.items()):
-            self._end(last, hinted, why)
+        for hinted in self._queue:
+            self._end(hinted, why)
 
     def erase(self, what: Erasure) -> None:
         """Drop the hints for what is erased. As ``end_all``."""
         gone, tenant_of = frozenset(what.hashes), self._cache.hidden_tenants.tenant_of
-        for last, hinted in list(self._hinted.items()):
+        for hinted in self._queue:
             chain = hinted.chain
             if what.keys is not None:
                 if not gone.isdisjoint(chain.hashes):
-                    self._end(last, hinted, FORGOTTEN)
+                    self._end(hinted, FORGOTTEN)
             elif what.tenant in (None, tenant_of(chain.extra_key, chain.cache_salt)):
-                self._end(last, hinted, PURGED)
+                self._end(hinted, PURGED)
 
-    def _end(self, last: str, hinted: Hinted, why: str) -> None:
+    def _end(self, hinted: Hinted, why: str) -> None:
         if hinted.is_active:
             self._drop(hinted, why)
         elif not hinted.why_dropped:
-            self._end_life(last)
+            self._end_life(hinted)
 
     def tree_was_reset(self) -> None:
         """Drop all hints; SGLang has forgotten the load under way."""
@@ -492,25 +476,22 @@ class Hints:
 
     def _drop(self, hinted: Hinted, why: str, how: HintEnd = HintEnd.WITHDRAWN) -> None:
         """Serve a hint no longer."""
-        assert hinted.hint is not None
-        self._loads.agreement.drop_question(_is_alive(hinted.hint))
-        if self._served is hinted:
-            self._loader.stop()
-            self._served = None
-        self._queue.drop(hinted.hint, why, self._clock())
+        self._let_go(hinted)
+        self._queue.drop(hinted, why, self._clock())
         self._ended[how] += 1
         hinted.release()
 
-    def _end_life(self, last: str) -> None:
-        hinted = self._hinted.pop(last)
-        assert hinted.hint is not None
-        self._loads.agreement.drop_question(_is_alive(hinted.hint))
+    def _end_life(self, hinted: Hinted) -> None:
+        self._let_go(hinted)
+        self._queue.remove(hinted.name)
+
+    def _let_go(self, hinted: Hinted) -> None:
+        self._loads.agreement.drop_question(_is_alive(hinted))
         if self._served is hinted:
             self._loader.stop()
             self._served = None
-        self._queue.remove(last)
 
 
-def _is_alive(hint: Hint[str]) -> tuple[str, int]:
+def _is_alive(hint: Hint) -> tuple[str, int]:
     """Name the question that ranks ask about the end of a hint's life."""
     return "hint lives", hint.number

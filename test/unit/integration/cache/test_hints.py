@@ -177,7 +177,7 @@ def test_hints_together_are_bounded(hinting: HintWorld) -> None:
     hinting._num_asked = 1
     assert hinting.wait() == DONE
     assert hinting.hint(SHORT)["status"] == 503, "nobody has used the first yet"
-    last = hinting.hints._hinted.get(hashes_of(LONG)[-1])
+    last = hinting.hints._queue.get(hashes_of(LONG)[-1])
     assert last is not None
     hinting.hints.note_use(last.chain.hashes[-1:])
     hinting.hint(SHORT)
