@@ -32,7 +32,6 @@ from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_tiered.integration.cache.host_copies import HostCopies
-from sglang_tiered.integration.cache.loads import Loads
 from sglang_tiered.integration.cache.spiller import Spiller
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.integration.storage.admission_gate import QueuedStore, StoreGate
@@ -92,7 +91,7 @@ class Tier:
         self.queued: list[tuple[int, QueuedStore]] = []
         self.results: list[SimpleNamespace] = []
         cache: Any = self
-        copies = HostCopies(cache, Loads(), patience_s=lambda request: 0.0, waiting_stores=list)
+        copies = HostCopies(cache, waiting_stores=list)
         self.spiller = Spiller(
             cache,
             copies,

@@ -473,14 +473,6 @@ class LoadPlanner(Generic[Request]):
         wait_s = stalled_s + self.costs.load_seconds(load.plan.parts, ahead)
         return self.costs.gains(wait_s, load.plan.saved_s, self.num_others(record))
 
-    def patience_s(self, request: Request) -> float:
-        """Return how long a load may wait for host memory and still gain."""
-        load = self.loads.get(request).load
-        if load is None:
-            return 0.0
-        gain_s = load.plan.saved_s - load.plan.load_s
-        return self.far_deadline_s if self.always else max(0.0, gain_s)
-
     def should_wait(
         self,
         request: Request,

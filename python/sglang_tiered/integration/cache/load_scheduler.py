@@ -181,7 +181,7 @@ class LoadScheduler:
         # One that has just come overtakes nobody who waits for room.
         ask = self._window.has_room if has_waited else self._window.has_room_for_next
         why: Why | None = None if ask(num_agreed, self.num_tokens()) else "window"
-        if why is None and self._stores_in_the_way(request, num_agreed, storage):
+        if why is None and self._stores_in_the_way(num_agreed, storage):
             why = "stores"
         has_path = why is None and self._copies.has_host_path(call.last_host_node_id)
         if why is not None or has_path is None:
@@ -191,23 +191,16 @@ class LoadScheduler:
         if not has_path:
             self._notes.given_up(request, "no_host_path", num_loaded)
             return None
+        pages = chain[: num_agreed // cache.page_size]  # whatever this rank's tiers hold by now
         if has_back:
-            return Planned(call, is_new, self._chain(call, hashes, num_agreed), num_agreed, spans)
+            return Planned(call, is_new, pages, num_agreed, spans)
         tokens = tokens[: num_agreed + int(cache.tree_core.is_eagle)]
-        held = hashes[: num_agreed // cache.page_size]
-        return Planned(call._replace(new_input_tokens=tokens), is_new, held)
+        return Planned(call._replace(new_input_tokens=tokens), is_new, pages)
 
     def _note_absent(self, end: int, chain: list[str], num_held: int) -> None:
         """Have what the tiers lack of a prefix stored again, unless a load of it was declined."""
         if end != DECLINED:
             note_absent(self._cache, chain, num_held // self._cache.page_size)
-
-    def _chain(self, call: PrefetchArguments, hashes: list[str], num_tokens: int) -> list[str]:
-        """Return the pages of what all ranks load, whatever this one's tiers hold by now."""
-        num_pages = num_tokens // self._cache.page_size
-        if len(hashes) >= num_pages:
-            return hashes[:num_pages]
-        return self._cache.page_hashes(call.new_key, call.last_hash)[:num_pages]
 
     def begun(self, planned: Planned) -> None:
         """Note a load that SGLang was asked for, unless SGLang declined it."""
@@ -303,12 +296,8 @@ class LoadScheduler:
             if record.state is State.WAITING and not record.is_last_attempt:
                 self._defer(request, record.num_landed, rests=True)
 
-    def _stores_in_the_way(
-        self, request: CacheRequestHandle, num_tokens: int, storage: TieredStorage
-    ) -> int:
-        return self._copies.stores_in_the_way(
-            request, num_tokens, storage, num_loading=self.num_tokens()
-        )
+    def _stores_in_the_way(self, num_tokens: int, storage: TieredStorage) -> int:
+        return self._copies.stores_in_the_way(num_tokens, storage, num_loading=self.num_tokens())
 
     def _agree_on_end(
         self,
@@ -413,7 +402,7 @@ class LoadScheduler:
         if num_tokens == 0:  # it waits for the other ranks alone
             self._attempt(request)
             return True
-        in_the_way = self._stores_in_the_way(request, num_tokens, storage)
+        in_the_way = self._stores_in_the_way(num_tokens, storage)
         if not self._gains_by_its_turn(request, in_the_way, storage):
             self._notes.given_up(request, "turn", num_tokens)
             self._withdraw(request)

@@ -170,7 +170,6 @@ class RequestLoad:
     landed_at: int = 0  # in which step
     arrived_at: float | None = None
     held_up_at: float | None = None  # when nothing but its load first kept it
-    room_until: float | None = None  # until when its load waits for stores to leave it room
 
 
 class Loads(Generic[Request]):
@@ -210,10 +209,6 @@ class Loads(Generic[Request]):
     def num_in(self, state: State) -> int:
         """Return how many requests are in a state."""
         return len(self._in_state[state])
-
-    def first_in(self, state: State) -> Request | None:
-        """Return the request that came to a state first."""
-        return next(iter(self._in_state[state]), None)
 
     def move(self, request: Request, state: State) -> None:
         """Put a request into a state, behind all that are in it. Unknown ones are ignored."""

@@ -62,12 +62,7 @@ class Tiering:
         self._cache = cache
         self.planner = planner
         self.notes = notes
-        self.copies = HostCopies(
-            cache,
-            planner.loads,
-            patience_s=planner.patience_s,
-            waiting_stores=self._waiting_stores,
-        )
+        self.copies = HostCopies(cache, waiting_stores=self._waiting_stores)
         self.returns = Returns(cache, planner, notes)
         self.loads = LoadScheduler(
             cache,
@@ -285,10 +280,9 @@ class Tiering:
             hide(())
         if self.publish_costs is not None:
             self.publish_costs(0.0)
-        self.copies.make_paths()
+        self.copies.begin_step()
         self.loads.step()
         self.returns.step()
-        self.copies.note_room()
         if storage is None:
             self.copies.retry()
             return
