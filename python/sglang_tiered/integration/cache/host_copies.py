@@ -32,7 +32,7 @@ MAX_PAUSE_STEPS = 64
 
 
 class HostCopies:
-    """Keeps track of one cache's host copies. ``waiting_stores``: nodes that wait for their store."""
+    """The host copies of one cache. ``waiting_stores``: nodes that wait for their store."""
 
     def __init__(self, cache: HidingCache, *, waiting_stores: Callable[[], Iterable[int]]) -> None:
         self._cache = cache

@@ -63,6 +63,12 @@ MAX_LOOKS_PER_STEP = 8
 """Loads under way for which a step asks whether to wait on: so many in queue order, and as many in
 turn, so that one that hangs behind others is found. Those that have ended are not among them."""
 
+LOOKED_AT = {
+    State.ASKED: MAX_ANSWERS_PER_STEP,
+    State.DEFERRED: MAX_ASKS_PER_STEP,
+    State.LOADING: MAX_LOOKS_PER_STEP,
+}
+
 GIVES_WAY_STEPS = 8
 """Steps after which a request whose load has ended, and that was not admitted, keeps no room from
 one that could start: it waits for an adapter's slot, say, or for a decode server."""
@@ -103,13 +109,11 @@ class LoadScheduler:
         self._backs = backs
         self._notes = notes
         self._window: PrefetchWindow[CacheRequestHandle] = PrefetchWindow(window_tokens)
-        # In this step: of requests that wait for the other ranks' answer, and for their turn.
-        self._num_asks_left = [0, 0]
-        self._num_looks_left = 0
-        self._ask_stride = self._look_stride = 0  # each request's turn comes once in so many steps
         self._num_steps = 0
-        self._is_served: bool | None = None  # whether the tiers serve loads; None until asked
-        self._num_begun = 0
+        # In this step, of the requests in a state: how many more are looked at in queue order, and
+        # in how many steps each of the others has its turn.
+        self._num_left = dict.fromkeys(LOOKED_AT, 0)
+        self._strides = dict.fromkeys(LOOKED_AT, 0)
         self._num_unused: int | None = None  # host tokens that were loaded; None until counted
         # Of what was loaded for requests that were not admitted yet.
         self._locks: HostLocks[CacheRequestHandle] = HostLocks(cache)
@@ -213,8 +217,6 @@ class LoadScheduler:
         self.planner.begins(request)
         self._requests.move(request, State.LOADING)
         record = self._requests.get(request)
-        record.look_number = self._num_begun
-        self._num_begun += 1
         whole = array("q", call.matched_prefix_tokens or ()) + array("q", call.new_input_tokens)
         record.key = RadixKey(whole, extra_key=call.extra_key, cache_salt=call.cache_salt)
         if is_new and self._cache.decides_alone:
@@ -358,36 +360,26 @@ class LoadScheduler:
     def step(self) -> None:
         """Begin a step of the scheduler."""
         self.planner.step()
-        self._num_asks_left = [MAX_ANSWERS_PER_STEP, MAX_ASKS_PER_STEP]
-        self._num_looks_left = MAX_LOOKS_PER_STEP
         self._num_steps += 1
-        self._is_served = None
         self._num_unused = None
         self._attempt_put_off()
-        num_in = self._requests.num_in
-        num_put_off = num_in(State.ASKED) + num_in(State.DEFERRED)
-        self._ask_stride = num_put_off // MAX_ASKS_PER_STEP
-        self._look_stride = num_in(State.LOADING) // MAX_LOOKS_PER_STEP
+        self._num_left = LOOKED_AT.copy()
+        self._strides = {
+            state: self._requests.num_in(state) // most for state, most in LOOKED_AT.items()
+        }
 
     def rests(self, record: RequestLoad) -> bool:
         """Whether a request waits for a load and is not looked at again in this step. Decided by
-        what all ranks know: the order of the questions and of the loads."""
-        if record.put_off is not None:
-            # What waits only for the other ranks' answer must not wait behind loads.
-            loads = record.put_off.num_tokens > 0
-            if self._num_asks_left[loads] > 0:
-                self._num_asks_left[loads] -= 1
-                return False
-            return not loads or self._has_no_turn(record.put_off.rank[1], self._ask_stride)
-        if record.state is not State.LOADING:
+        what all ranks know: the order of the questions, and in which the requests arrived."""
+        state, place = record.state, record.place
+        if state not in LOOKED_AT or place is None:
             return False
-        if self._num_looks_left > 0:
-            self._num_looks_left -= 1
+        if self._num_left[state] > 0:
+            self._num_left[state] -= 1
             return False
-        return self._has_no_turn(record.look_number, self._look_stride)
-
-    def _has_no_turn(self, number: int, stride: int) -> bool:
-        return stride > 1 and (number + self._num_steps) % stride > 0
+        stride = self._strides[state]
+        has_turn = stride <= 1 or (place.number + self._num_steps) % stride == 0
+        return state is State.ASKED or not has_turn
 
     def keeps_room(self, request: CacheRequestHandle) -> None:
         """Note that a request waits, but for no load and for nothing that others need not wait
@@ -421,7 +413,7 @@ class LoadScheduler:
         """Whether waiting still pays on every rank, as far as that is known: several ranks answer
         each other in the next step."""
         # A store is taken to last as long as a load.
-        gains = self._serves_loads(storage) and self.planner.gains_by_its_turn(
+        gains = storage.serves_loads and self.planner.gains_by_its_turn(
             request, num_ahead=self._backs.num_ahead() + num_stored_first
         )
         question = _gain_of(request)
@@ -433,7 +425,7 @@ class LoadScheduler:
     def starts_without(self, operation: Any, storage: TieredStorage) -> bool:
         """Whether to start with what has arrived: computing the rest is sooner by now, the request
         was held up for long enough, or the tier stopped serving. SGLang reduces it over ranks."""
-        if not self._serves_loads(storage):
+        if not storage.serves_loads:
             self._notes.given_up(operation.handle, "tier")
             return True
         is_read = operation.host_indices is not None
@@ -458,12 +450,6 @@ class LoadScheduler:
         if not waits:
             self._notes.given_up(operation.handle, "late", num_missing)
         return not waits
-
-    def _serves_loads(self, storage: TieredStorage) -> bool:
-        """Whether waiting for a load can still pay off, as of this step."""
-        if self._is_served is None:
-            self._is_served = storage.serves_loads
-        return self._is_served
 
     # ---- It has ended ----
 
@@ -544,7 +530,7 @@ class LoadScheduler:
         """Drop all loads: the tree was emptied."""
         self._num_unused = None
         self._locks.clear()
-        self._num_asks_left = [0, 0]
+        self._num_left = dict.fromkeys(LOOKED_AT, 0)
         self._window.clear()
         self.planner.clear()
         self.agreement.drop_all()

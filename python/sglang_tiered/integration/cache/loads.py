@@ -164,7 +164,6 @@ class RequestLoad:
     is_own_attempt: bool = False  # that SGLang was asked for here
     is_last_attempt: bool = False  # SGLang makes no more
     key: RadixKey | None = None  # while it loads, of all that is in memory once that has ended
-    look_number: int = 0  # of its load
     # Of what its load brought, as long as host copies of it are locked:
     num_landed: int = 0
     landed_at: int = 0  # in which step
