@@ -287,7 +287,7 @@ class Hooks:
                 get_memory().hicache_storage_prefetch_retry_max_attempts,
                 scheduler.policy.priority_sign * (req.priority or 0) if has_rank else 0,
             )
-            self._yielding.comes(scheduler, req, tiering.returns)
+            self._yielding.comes(scheduler, req, tiering.planner.loads)
         return original(scheduler, req, *rest, **named)
 
     def around_result(

@@ -99,12 +99,6 @@ class Returns:
 
     # ---- It begins ----
 
-    def comes(self, request: CacheRequestHandle, *, may_yield: bool, has_run: bool) -> None:
-        """Take note of a request whose load is planned next: whether it may be computed in chunks
-        of ours, and whether it comes again, with less than it had."""
-        load = self._loads.of(request)
-        load.may_yield, load.has_run = may_yield, has_run
-
     def pays(self, call: PrefetchArguments, num_held: int, ends: Sequence[int] | None) -> bool:
         """Whether to read the ``num_held`` tokens that the tiers hold from their back, as far as
         this rank knows. Where a load may end at some places only (``ends``) it cannot be cut."""

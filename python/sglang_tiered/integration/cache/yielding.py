@@ -18,6 +18,7 @@ from sglang_tiered.integration.cache.returns import HANDLE_PREFIX
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sglang_tiered.integration.cache.loads import Loads
     from sglang_tiered.integration.cache.returns import Returns
 
 __all__ = ["SegmentFilter", "Yielding"]
@@ -114,19 +115,16 @@ class Yielding:
         self._adder: Callable[[], Any] = lambda: None  # of this pass
         self._num_waiting = 0  # that it passed over
 
-    def comes(self, scheduler: Any, req: Any, returns: Returns) -> None:
+    def comes(self, scheduler: Any, req: Any, loads: Loads[Any]) -> None:
         """Allow the request whose load is planned next."""
         if self._is_on is None:
             self._is_on = _is_on(scheduler)
-        returns.comes(
-            req.cache_request_handle,
-            # An operator may change the threshold of a running server. From 2 on, what was computed
-            # once gets no host copy, below which a back could hang.
-            may_yield=self._is_on
-            and _may_yield(req)
-            and scheduler.tree_cache.write_through_threshold <= 1,
-            has_run=req.already_computed > 0,
-        )
+        # An operator may change the threshold of a running server. From 2 on, what was computed
+        # once gets no host copy, below which a back could hang.
+        has_copies = scheduler.tree_cache.write_through_threshold <= 1
+        record = loads.of(req.cache_request_handle)
+        record.may_yield = self._is_on and has_copies and _may_yield(req)
+        record.has_run = req.already_computed > 0
 
     def around_select(
         self, original: Callable[..., Any], adder: Any, req: Any, **named: Any
