@@ -19,14 +19,11 @@ def check_spill_queue(queue: SpillQueue[Any]) -> None:
     """Raises ``AssertionError`` when they do not."""
     waiting = [store for stores in queue._waiting for store in stores.values()]
     assert queue.waiting_tokens == sum(store.num_tokens for store in waiting)
-    assert queue.pinned_tokens == sum(sum(pinned.values()) for pinned in queue._pinned)
     flights = queue._flights.values()
     assert queue.flight_tokens == sum(store.num_tokens for store in flights)
     assert queue._num_flights_of == Counter(store.node for store in flights)
     assert not queue._waiting[0].keys() & queue._waiting[1].keys()
-    for stores, pinned in zip(queue._waiting, queue._pinned, strict=True):
-        assert pinned.keys() <= stores.keys()
-        assert all(node == store.node for node, store in stores.items())
+    assert all(node == each.node for stores in queue._waiting for node, each in stores.items())
     low, high = queue._host_tokens * MIN_SHARE, queue._host_tokens * MAX_SHARE
     assert low <= queue.limit_tokens <= high, (low, queue.limit_tokens, high)
 

@@ -33,7 +33,6 @@ class SpillMachine(RuleBasedStateMachine):
         self.sizes: dict[int, int] = {}
         self.flights: deque[tuple[int, int]] = deque()
         self.outcomes: dict[int, str] = {}  # of every node that left, once
-        self.pinned: set[int] = set()
         self.number = 0
 
     def teardown(self) -> None:
@@ -42,21 +41,17 @@ class SpillMachine(RuleBasedStateMachine):
     def leave(self, node: int, outcome: str) -> None:
         assert node in self.sizes and node not in self.outcomes
         self.outcomes[node] = outcome
-        self.pinned.discard(node)
 
     def waiting(self) -> set[int]:
         return self.sizes.keys() - self.outcomes.keys()
 
-    @rule(size=st.integers(1, 400), returned=st.booleans(), pin=st.booleans())
-    def add(self, size: int, returned: bool, pin: bool) -> None:
+    @rule(size=st.integers(1, 400), returned=st.booleans())
+    def add(self, size: int, returned: bool) -> None:
         self.number += 1
         self.sizes[self.number] = size
         evicted = self.queue.add_node(store(self.number, size), returned=returned)
         if evicted is not None:
             self.leave(evicted, "evicted")
-        if pin:
-            self.queue.note_pin(self.number, size)
-            self.pinned.add(self.number)
 
     @rule(which=st.integers(0, 30), returned=st.booleans())
     def use_again(self, which: int, returned: bool) -> None:
@@ -98,12 +93,6 @@ class SpillMachine(RuleBasedStateMachine):
         assert self.queue.end_flight(node) is None
         self.queue.adapt_limit(waited_s)
 
-    @rule()
-    def unpin(self) -> None:
-        node = self.queue.unpin_one()
-        assert (node is None) == (not self.pinned)
-        self.pinned -= {node}
-
     @rule(seconds=st.floats(0, 5))
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -132,7 +121,6 @@ class SpillMachine(RuleBasedStateMachine):
         assert all(node in self.queue for node in waiting)
         assert self.queue.waiting_tokens == sum(self.sizes[node] for node in waiting)
         assert self.queue.flight_tokens == sum(size for _, size in self.flights)
-        assert self.queue.pinned_tokens == sum(self.sizes[node] for node in self.pinned)
 
 
 TestSpillQueue = SpillMachine.TestCase

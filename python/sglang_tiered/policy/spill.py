@@ -16,10 +16,6 @@ begins. While the disk is idle that is the same moment. Under load three rules a
   With 0.6 and 0.9 of the writes the differences shrink, and no other order was better by more than
   0.3.
 
-Preferred survivors: waiting nodes are pinned up to a limit that the caller gives, so that host
-eviction takes clean pages first. What is worth least loses its pin first: the oldest that never
-came back. A node without a pin may be evicted while it waits; that is a loss, and a bounded one.
-
 Pure bookkeeping for one scheduler: no I/O, not thread-safe, the clock is passed in. Sizes are
 tokens. Every node that was added leaves exactly once: taken (``take_next_node``), evicted
 (returned by ``add_node``), discarded or cleared by the caller.
@@ -77,9 +73,7 @@ class SpillQueue(Generic[Node]):
         # By value: what came back before what did not; oldest first in each.
         self._waiting: tuple[OrderedDict[Node, NodeStore[Node]], ...]
         self._waiting = OrderedDict(), OrderedDict()
-        self._pinned: tuple[OrderedDict[Node, int], ...] = (OrderedDict(), OrderedDict())
         self.waiting_tokens = 0
-        self.pinned_tokens = 0
         self._flights: dict[int, NodeStore[Node]] = {}
         self._num_flights_of: Counter[Node] = Counter()
         self.flight_tokens = 0
@@ -131,30 +125,24 @@ class SpillQueue(Generic[Node]):
         """Put a node that was used again among those that go first. Ignores nodes that do not
         wait."""
         store = self._waiting[0].pop(node, None)
-        if store is None:
-            return
-        self._waiting[1][node] = store
-        num_pinned = self._pinned[0].pop(node, None)
-        if num_pinned is not None:
-            self._pinned[1][node] = num_pinned
+        if store is not None:
+            self._waiting[1][node] = store
 
     def discard_node(self, node: Node) -> bool:
-        """Drop a node and its pin from the queue; return whether it waited."""
+        """Drop a node from the queue; return whether it waited."""
         store = self._waiting[0].pop(node, None) or self._waiting[1].pop(node, None)
         if store is None:
             return False
         self.waiting_tokens -= store.num_tokens
-        self._drop_pin(node)
         return True
 
     def clear(self) -> None:
         """Drop all nodes and flights: the tier was emptied."""
-        for waiting, pinned in zip(self._waiting, self._pinned, strict=True):
+        for waiting in self._waiting:
             waiting.clear()
-            pinned.clear()
         self._flights.clear()
         self._num_flights_of.clear()
-        self.waiting_tokens = self.pinned_tokens = self.flight_tokens = 0
+        self.waiting_tokens = self.flight_tokens = 0
 
     # ---- Whose turn it is ----
 
@@ -215,26 +203,3 @@ class SpillQueue(Generic[Node]):
                 self.limit_tokens = max(self._host_tokens * MIN_SHARE, self.limit_tokens / 2)
         elif not self._flights and self:
             self.limit_tokens = min(self._host_tokens * MAX_SHARE, self.limit_tokens * 2)
-
-    # ---- Which stay in host memory while they wait ----
-
-    def note_pin(self, node: Node, num_tokens: int) -> None:
-        """Note that the caller pinned a waiting node."""
-        for waiting, pinned in zip(self._waiting, self._pinned, strict=True):
-            if node in waiting and node not in pinned:
-                pinned[node] = num_tokens
-                self.pinned_tokens += num_tokens
-
-    def unpin_one(self) -> Node | None:
-        """Return the least valuable pinned node, which the caller unpins; it waits on without a
-        pin."""
-        for pinned in self._pinned:
-            if pinned:
-                node = next(iter(pinned))
-                self._drop_pin(node)
-                return node
-        return None
-
-    def _drop_pin(self, node: Node) -> None:
-        for pinned in self._pinned:
-            self.pinned_tokens -= pinned.pop(node, 0)

@@ -122,8 +122,7 @@ class Spiller:
         if evicted is not None:
             self._locks.unlock(evicted)
         if self._may_pin and node_id not in self._locks:
-            self._locks.lock(node_id, node_id)
-            self.queue.note_pin(node_id, store.num_tokens)
+            self._locks.lock(node_id, node_id, store.num_tokens)
             self._limit_pins()
 
     def store_soon(self, path: Sequence[TreePathNodeInfo], storage: TieredStorage) -> None:
@@ -301,21 +300,18 @@ class Spiller:
     # ---- Pins ----
 
     def release_pin(self) -> bool:
-        """Unpin the waiting node that is worth least; return False when no node is pinned."""
-        node_id = self.queue.unpin_one()
-        if node_id is None:
-            return False
-        self._locks.unlock(node_id)
-        return True
+        """Unpin the node that waits longest, and may be evicted from now on; return False when no
+        node is pinned."""
+        return self._locks.unlock_oldest()
 
     def _limit_pins(self) -> None:
         """Unpin waiting nodes beyond what neither residents nor loads need."""
         limit = self._budget.pinned_tokens
-        taken = self.queue.pinned_tokens + self.queue.flight_tokens
-        if taken <= limit:
+        taken = self.queue.flight_tokens
+        if self._locks.num_tokens + taken <= limit:
             return
         limit += self._budget.unused_by_loads(self._num_loading())
-        while self.queue.pinned_tokens + self.queue.flight_tokens > limit and self.release_pin():
+        while self._locks.num_tokens + taken > limit and self.release_pin():
             pass
 
     # ---- Life cycle ----

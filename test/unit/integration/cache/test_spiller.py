@@ -135,7 +135,7 @@ def test_too_many_dirty_nodes_leave_room_to_evict(spilling: Spilling) -> None:
     spilling.is_healthy = False
     for number in range(14):
         spilling.compute(chain(number, 16))
-    pinned = spilling.stores.queue.pinned_tokens
+    pinned = spilling.stores._locks.num_tokens
     assert 0 < pinned <= spilling.world.num_host_tokens * 2 / 3
     assert spilling.evict() == {Left.LOST_WAITING: 14 * 16 - pinned // PAGE}
     spilling.is_healthy = True
