@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
     BASE_COMPONENT_TYPE,
     ComponentType,
 )
-from sglang.srt.runtime_context import get_context, get_disagg, get_parallel
+from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_tiered.integration.cache import small_host
@@ -32,7 +32,7 @@ from sglang_tiered.integration.cache.hints import WEIGHTS
 from sglang_tiered.integration.cache.host_size import (
     check_asked_size,
     least_of_ranks,
-    target_host_bytes,
+    use_host_bytes,
 )
 from sglang_tiered.integration.cache.loads import PrefetchArguments
 from sglang_tiered.integration.cache.prefill_times import make_planner
@@ -108,12 +108,11 @@ class TieredRadixCache(HidingCache):
         self.decides_alone = self.pp_size == 1 and not groups_of(self)
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
-        config = self.config
+        config, pool = self.config, self.token_to_kv_pool_allocator.get_kvcache()
+        drafts = params.sidecar_draft_device_pools
         if config is not None and config.host_bytes_per_rank is not None:
-            self._size_host_tier(config.host_bytes_per_rank, params)
-        check_asked_size(
-            self.token_to_kv_pool_allocator.get_kvcache(), params.sidecar_draft_device_pools
-        )
+            use_host_bytes(config.host_bytes_per_rank, pool, drafts, page_size=self.page_size)
+        check_asked_size(pool, drafts)
         with use_tiered_controller(), small_host.checked_size():
             super().init_hicache(server_args, params)
         self.session = PublishingSession(self)
@@ -146,16 +145,6 @@ class TieredRadixCache(HidingCache):
         device_tokens: int = self.token_to_kv_pool_allocator.size_full
         is_buffer = self.buffer_pipeline is not None
         return HostBudget(host_tokens, device_tokens, is_small=self.has_small_host or is_buffer)
-
-    def _size_host_tier(self, host_bytes: int, params: CacheInitParams) -> None:
-        """Give SGLang the size in bytes: its flag counts whole gigabytes."""
-        size = target_host_bytes(
-            host_bytes,
-            self.token_to_kv_pool_allocator.get_kvcache(),
-            params.sidecar_draft_device_pools,
-            page_size=self.page_size,
-        )
-        get_context().override("sglang_tiered.host_bytes", hicache_size=size / 1e9)
 
     # ---- What the parts ask ----
 
@@ -361,7 +350,7 @@ class TieredRadixCache(HidingCache):
         **kwargs: Any,
     ) -> None:
         results = next_items(self.cache_controller.ack_backup_queue, n_backup)
-        nodes = [small_host.node_of_store(self, each.id) for each in results]
+        nodes = small_host.nodes_of_stores(self, results)
         with self._loads_under_way.noting_ends(self, n_storage_hit, n_ack_prefetch):
             super()._drain_storage_control_queues_impl(
                 n_storage_hit, n_ack_prefetch, n_backup, *args, **kwargs
@@ -370,8 +359,7 @@ class TieredRadixCache(HidingCache):
             self.tiering.stores_ended(results)
         if self._observer is not None:
             for node_id in nodes:
-                if node_id is not None:
-                    self._observer.announce_node(node_id)
+                self._observer.announce_node(node_id)
 
     def pages_shown(self, nodes: Sequence[TreePathNodeInfo]) -> None:
         if self.tiering is not None:

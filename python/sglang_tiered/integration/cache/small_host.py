@@ -60,7 +60,7 @@ __all__ = [
     "is_storing",
     "lacks_pages",
     "loads_on_the_way",
-    "node_of_store",
+    "nodes_of_stores",
     "note_absent",
     "reason_against_buffer",
     "register_core",
@@ -339,14 +339,12 @@ def describe_store(cache: Any, ack_id: int) -> None:
     )
 
 
-def node_of_store(cache: Any, operation: int) -> int | None:
-    """Return the node that an operation stores; None of one that SGLang has dropped."""
+def nodes_of_stores(cache: Any, operations: Iterable[Any]) -> list[int]:
+    """Return the nodes that these store, but for what SGLang has dropped."""
     buffer = cache.buffer_pipeline
-    entry = (cache.ongoing_backup if buffer is None else buffer.ongoing_backup).get(operation)
-    if entry is None:
-        return None
-    node_id: int = entry[0] if buffer is None else entry.intent.snapshot.node_id
-    return node_id
+    ongoing = cache.ongoing_backup if buffer is None else buffer.ongoing_backup
+    entries = [ongoing[each.id] for each in operations if each.id in ongoing]
+    return [each[0] if buffer is None else each.intent.snapshot.node_id for each in entries]
 
 
 def loads_on_the_way(cache: Any) -> list[CacheRequestHandle]:
