@@ -1,17 +1,13 @@
-"""Whether the books of what waits to be stored, and of host pages, balance."""
+"""Whether the books of what waits to be stored balance."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from sglang_tiered.policy.page_accounting import EvictionOutcome
 from sglang_tiered.policy.spill import MAX_SHARE, MIN_SHARE
 
 if TYPE_CHECKING:
-    from sglang_tiered.policy.page_accounting import PageAccounting
     from sglang_tiered.policy.spill import SpillQueue
 
 
@@ -26,9 +22,3 @@ def check_spill_queue(queue: SpillQueue[Any]) -> None:
     assert all(node == each.node for stores in queue._waiting for node, each in stores.items())
     low, high = queue._host_tokens * MIN_SHARE, queue._host_tokens * MAX_SHARE
     assert low <= queue.limit_tokens <= high, (low, queue.limit_tokens, high)
-
-
-def check_pages(accounting: PageAccounting) -> None:
-    """Raises ``AssertionError`` when they do not; no store is under way."""
-    held = accounting._states[accounting._states != 255]
-    assert accounting.num_dirty == int(np.count_nonzero(held != EvictionOutcome.CLEAN.code))
