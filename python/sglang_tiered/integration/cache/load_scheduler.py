@@ -15,6 +15,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -23,7 +24,6 @@ from sglang.srt.utils.rank_consensus_checker import assert_same
 
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.loads import (
-    Planned,
     State,
     allocate_now,
     restorable_ends,
@@ -32,6 +32,8 @@ from sglang_tiered.integration.cache.small_host import note_absent
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
@@ -120,8 +122,16 @@ class LoadScheduler:
 
     # ---- A load begins ----
 
-    def plan(self, call: PrefetchArguments, storage: TieredStorage) -> Planned | None:
-        """Return what of a request's prefix to load now; None for nothing, or not yet.
+    def begin_load(self, call: PrefetchArguments) -> bool | None:
+        """Have SGLang load what pays of a prefix; nothing, or not yet, where that is best."""
+        if not call.request.rid.startswith(HEALTH_CHECK_RID_PREFIX):  # on a quiet server, most
+            self._requests.arrives(call.request)
+        self._backs.drop(call.request)
+        storage = self._cache.storage
+        return self._begin(call) if storage is None else self._plan(call, storage)
+
+    def _plan(self, call: PrefetchArguments, storage: TieredStorage) -> bool | None:
+        """Begin to load what of a request's prefix is best; None for nothing, or not yet.
 
         A scheduler that decides alone begins the load of a request that has just come at once; a
         cold request returns at once and is admitted in the same pass. Several ranks agree in the
@@ -197,31 +207,35 @@ class LoadScheduler:
             return None
         pages = chain[: num_agreed // cache.page_size]  # whatever this rank's tiers hold by now
         if has_back:
-            return Planned(call, is_new, pages, num_agreed, spans)
+            self._backs.begin(call, pages, spans, is_new=is_new)
+            return None
         tokens = tokens[: num_agreed + int(cache.tree_core.is_eagle)]
-        return Planned(call._replace(new_input_tokens=tokens), is_new, pages)
+        return self._begin(call._replace(new_input_tokens=tokens), pages, is_new=is_new)
 
     def _note_absent(self, end: int, chain: list[str], num_held: int) -> None:
         """Have what the tiers lack of a prefix stored again, unless a load of it was declined."""
         if end != DECLINED:
             note_absent(self._cache, chain, num_held // self._cache.page_size)
 
-    def begun(self, planned: Planned) -> None:
-        """Note a load that SGLang was asked for, unless SGLang declined it."""
-        call, is_new = planned.call, planned.is_new
+    def _begin(
+        self, call: PrefetchArguments, pages: Sequence[str] = (), *, is_new: bool = False
+    ) -> bool | None:
+        """Have SGLang load these pages, which may decline. ``is_new``: the request has just come,
+        so this is between two steps."""
         request = call.request
+        result: bool | None = self._cache.begin_load(call, pages)
         if request not in self._cache.ongoing_prefetch:
             self._notes.given_up(request, "refused", len(call.new_input_tokens))
-            return
+            return result
         self._notes.begun(request)
         self.planner.begins(request)
         self._requests.move(request, State.LOADING)
         record = self._requests.get(request)
         whole = array("q", call.matched_prefix_tokens or ()) + array("q", call.new_input_tokens)
         record.key = RadixKey(whole, extra_key=call.extra_key, cache_salt=call.cache_salt)
-        if is_new and self._cache.decides_alone:
-            # Between two steps; a repeated attempt may be in the middle of one.
+        if is_new and self._cache.decides_alone:  # a repeated attempt may be within a step
             allocate_now(self._cache)
+        return result
 
     def comes(self, req: Any, max_attempts: int, rank: int = 0) -> None:
         """Take note of SGLang's request whose load is planned next, and that goes before those of
@@ -347,6 +361,23 @@ class LoadScheduler:
 
     # ---- While it runs ----
 
+    def has_loaded(
+        self, request: CacheRequestHandle, ask_sglang: Callable[[CacheRequestHandle], Any]
+    ) -> bool:
+        """Whether a request whose turn has come need not wait for its load."""
+        record = self._requests.get(request)
+        if record.back is not None:
+            has_loaded = self._backs.may_start(request)
+        elif self.rests(record):
+            has_loaded = False
+        elif record.put_off is not None:
+            has_loaded = not self._stays_put_off(request, record.put_off)
+        else:
+            has_loaded = bool(ask_sglang(request))
+        if not has_loaded:
+            self._requests.held_up(record)
+        return has_loaded
+
     def num_tokens(self) -> int:
         """Return the host tokens of loads in flight and of loads not yet used by their request."""
         if self._num_unused is None:
@@ -386,11 +417,13 @@ class LoadScheduler:
         for, so what was loaded for it gives way to no other load."""
         self._requests.get(request).landed_at = self._num_steps
 
-    def stays_put_off(self, request: CacheRequestHandle, storage: TieredStorage) -> bool:
+    def _stays_put_off(
+        self, request: CacheRequestHandle, put_off: PutOff[CacheRequestHandle]
+    ) -> bool:
         """Whether a request whose load was put off goes on waiting."""
-        put_off = self._requests.get(request).put_off
-        assert put_off is not None
-        num_tokens = put_off.num_tokens
+        storage, num_tokens = self._cache.storage, put_off.num_tokens
+        if storage is None:
+            return False
         if num_tokens == 0:  # it waits for the other ranks alone
             self._attempt(request)
             return True
@@ -422,9 +455,21 @@ class LoadScheduler:
             self.agreement.drop_question(question)
         return answer != 0
 
-    def starts_without(self, operation: Any, storage: TieredStorage) -> bool:
-        """Whether to start with what has arrived: computing the rest is sooner by now, the request
-        was held up for long enough, or the tier stopped serving. SGLang reduces it over ranks."""
+    def starts_without(self, operation: Any, *, is_overdue: bool) -> bool:
+        """Whether a request starts with what has arrived of its load. ``is_overdue``: by SGLang's
+        own deadline, which bounds only loads that no price does. SGLang reduces it over ranks."""
+        storage = self._cache.storage
+        if storage is not None and self._gains_nothing(operation, storage):
+            return True
+        if is_overdue and (storage is None or self.planner.always):
+            num_missing = operation.stats_requested_tokens - operation.completed_tokens
+            self._notes.given_up(operation.handle, "deadline", num_missing)
+            return True
+        return False
+
+    def _gains_nothing(self, operation: Any, storage: TieredStorage) -> bool:
+        """Whether computing the rest is sooner by now, the request was held up for long enough, or
+        the tier stopped serving."""
         if not storage.serves_loads:
             self._notes.given_up(operation.handle, "tier")
             return True
@@ -501,7 +546,8 @@ class LoadScheduler:
         self.planner.leaves(request)
 
     def drop(self, request: CacheRequestHandle) -> None:
-        """Drop a request that was aborted, or a load that no request waits for."""
+        """Drop a request that was aborted, or a part of its load."""
+        self._backs.drop(request)
         self._notes.aborted(request)
         self._stop(request)
         self.planner.drop(request)

@@ -26,7 +26,7 @@ from sglang_tiered.policy.cost_model import LoadPlan
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -34,13 +34,11 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.prefetch import PutOff
     from sglang_tiered.policy.queue_wait import QueuePlace
-    from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = [
     "Back",
     "PricedLoad",
     "Loads",
-    "Planned",
     "PrefetchArguments",
     "RequestLoad",
     "Segment",
@@ -84,17 +82,6 @@ class PrefetchArguments(NamedTuple):
     def num_before(self) -> int:
         """Return the tokens in memory, which the new ones follow."""
         return len(self.matched_prefix_tokens or ())
-
-
-class Planned(NamedTuple):
-    """Describes a load that begins now."""
-
-    call: PrefetchArguments
-    is_new: bool  # the request has just come, so this is between two steps
-    hashes: Sequence[str] = ()  # of its pages, as far as the tiers hold them
-    # Of a prefix that is read from its back, while its front is computed:
-    num_back: int = 0  # tokens of it
-    spans: Sequence[Span] = ()
 
 
 @dataclass(slots=True)

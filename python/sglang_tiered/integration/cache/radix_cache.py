@@ -222,7 +222,9 @@ class TieredRadixCache(HidingCache):
     def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None:
         """Begin the load of as much of a prefix as pays, now or in its turn."""
         call = self.visible_part(PrefetchArguments(*args, **kwargs))
-        return self.begin_load(call) if self.tiering is None else self.tiering.begin_load(call)
+        return (
+            self.begin_load(call) if self.tiering is None else self.tiering.loads.begin_load(call)
+        )
 
     def begin_load(self, call: PrefetchArguments, hashes: Sequence[str] = ()) -> bool | None:
         """Have SGLang load a prefix. ``hashes``: of its pages, which the tiers hold; without,
@@ -245,14 +247,16 @@ class TieredRadixCache(HidingCache):
     def load_has_ended(self, request: CacheRequestHandle) -> bool:
         """Whether no load of a request is under way or still to begin."""
         ask = super().check_prefetch_progress
-        return bool(ask(request)) if self.tiering is None else self.tiering.has_loaded(request, ask)
+        if self.tiering is None:
+            return bool(ask(request))
+        return self.tiering.loads.has_loaded(request, ask)
 
     def _prefetch_deadline_expired(self, operation: Any) -> bool:
         """Whether to start with what has arrived; SGLang reduces it over ranks."""
         expired = bool(super()._prefetch_deadline_expired(operation))
         if self.tiering is None:
             return expired
-        return self.tiering.starts_without(operation, is_overdue=expired)
+        return self.tiering.loads.starts_without(operation, is_overdue=expired)
 
     def _handle_prefetch_result(self, operation: Any) -> None:
         if self.tiering is not None and self.tiering.returns.arrived(operation):
@@ -282,7 +286,7 @@ class TieredRadixCache(HidingCache):
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
         if self.tiering is not None:
-            self.tiering.aborted(request)
+            self.tiering.loads.drop(request)
         super().release_aborted_request(request)
 
     def claim_kv_row(self, req: Any) -> bool:

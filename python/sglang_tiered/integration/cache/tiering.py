@@ -11,13 +11,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-
 from sglang_tiered.integration.cache.hints import DETACHED, ChainLoader, Hints
 from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.host_locks import Residents
 from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
-from sglang_tiered.integration.cache.loads import Planned, PrefetchArguments
 from sglang_tiered.integration.cache.returns import Returns
 from sglang_tiered.integration.cache.small_host import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller
@@ -116,59 +113,6 @@ class Tiering:
         self.loads.detached()
         self.returns.drop_all()
         self.stores.detached()
-
-    # ---- Loads ----
-
-    def begin_load(self, call: PrefetchArguments) -> bool | None:
-        """Have SGLang load what pays of a prefix; nothing, or not yet, where that is best."""
-        if not call.request.rid.startswith(HEALTH_CHECK_RID_PREFIX):  # on a quiet server, most
-            self.planner.loads.arrives(call.request)
-        self.returns.drop(call.request)
-        storage = self._cache.storage
-        planned = Planned(call, False) if storage is None else self.loads.plan(call, storage)
-        if planned is None:
-            return None
-        if planned.num_back:
-            self.returns.begin(planned)
-            return None
-        result: bool | None = self._cache.begin_load(planned.call, planned.hashes)
-        self.loads.begun(planned)
-        return result
-
-    def has_loaded(
-        self, request: CacheRequestHandle, ask_sglang: Callable[[CacheRequestHandle], Any]
-    ) -> bool:
-        """Whether a request whose turn has come need not wait for its load."""
-        record = self.planner.loads.get(request)
-        if record.back is not None:
-            has_loaded = self.returns.may_start(request)
-        elif self.loads.rests(record):
-            has_loaded = False
-        elif record.put_off is not None:
-            storage = self._cache.storage
-            has_loaded = storage is None or not self.loads.stays_put_off(request, storage)
-        else:
-            has_loaded = bool(ask_sglang(request))
-        if not has_loaded:
-            self.planner.loads.held_up(record)
-        return has_loaded
-
-    def starts_without(self, operation: Any, *, is_overdue: bool) -> bool:
-        """Whether a request starts with what has arrived of its load. ``is_overdue``: by SGLang's
-        own deadline, which bounds only loads that no price does."""
-        storage = self._cache.storage
-        if storage is not None and self.loads.starts_without(operation, storage):
-            return True
-        if is_overdue and (storage is None or self.planner.always):
-            num_missing = operation.stats_requested_tokens - operation.completed_tokens
-            self.notes.given_up(operation.handle, "deadline", num_missing)
-            return True
-        return False
-
-    def aborted(self, request: CacheRequestHandle) -> None:
-        """Drop a request that was aborted."""
-        self.returns.drop(request)
-        self.loads.drop(request)
 
     # ---- Stores ----
 
