@@ -153,7 +153,7 @@ class ChainLoader:
         if piece is None:
             return 0, None
         num_loaded, _ = self._cache.pop_prefetch_loaded_span(piece.handle)
-        self._let_go(piece.handle)
+        self._cache.release_aborted_request(piece.handle)
         operation = piece.operation
         if operation.host_indices is None:
             found = operation.storage_hit_count >= self._cache.prefetch_threshold
@@ -209,7 +209,7 @@ class ChainLoader:
         )
         info = cache.ongoing_prefetch.get(handle)
         if info is None:  # too much is under way for SGLang
-            self._let_go(handle)
+            cache.release_aborted_request(handle)
             return PieceOutcome.LATER
         self._planner.begins_ahead(handle, num_tokens, num_before=start, spans=spans)
         self._piece = _ChainPiece(handle, info.operation)
@@ -250,14 +250,7 @@ class ChainLoader:
         piece, self._piece = self._piece, None
         if piece is not None:
             self._cache.release_aborted_request(piece.handle)
-            self._let_go(piece.handle)
         self._ends(PieceOutcome.NOTHING)
-
-    def clear(self) -> None:
-        """Drop the load under way: the tree was emptied."""
-        if self._piece is not None:
-            self._let_go(self._piece.handle)
-        self._piece = self._asked = None
 
     def _ends(self, outcome: PieceOutcome) -> PieceOutcome:
         """Ask the ranks no more about the piece that is planned."""
@@ -265,12 +258,6 @@ class ChainLoader:
             self._loads.agreement.drop_question(self._asked)
             self._asked = None
         return outcome
-
-    def _let_go(self, handle: CacheRequestHandle) -> None:
-        """Have everybody drop a load for which no request waited."""
-        self._planner.drop(handle)
-        self._cache.discard_storage_prefetch_accounting(handle)
-        self._cache.storage_prefetch_retries.cancel(handle.rid)
 
 
 class Hinted(Hint):
@@ -470,7 +457,6 @@ class Hints:
 
     def tree_was_reset(self) -> None:
         """Drop all hints; SGLang has forgotten the load under way."""
-        self._loader.clear()
         self.end_all(EMPTIED)
         self._memory_is_short = False
 

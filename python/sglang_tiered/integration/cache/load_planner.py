@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from sglang_tiered.integration.cache.loads import Loads, PricedLoad, RequestLoad
+from sglang_tiered.integration.cache.loads import Loads, PricedLoad, RequestLoad, State
 from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
 from sglang_tiered.integration.storage.tier_timing import InFlightRead, TierTiming
 from sglang_tiered.policy.both_ends import plan_segments
@@ -350,12 +350,15 @@ class LoadPlanner(Generic[Request]):
         self.num_waiting_tokens -= record.num_rest
 
     def load_ended(self, request: Request) -> None:
-        """Note that a request's load is under way no more. Its plan stays: it says what another
-        attempt would gain. Unknown ones are ignored."""
-        load = self.loads.get(request).load
+        """Note that a request's load is under way no more, and that it waits for its turn. Its plan
+        stays: it says what another attempt would gain. Unknown ones are ignored."""
+        record = self.loads.get(request)
+        load = record.load
         if load is not None and load.queued_at is not None:
             self._count(load, -1)
             load.queued_at = None
+        if record.state is State.LOADING:
+            self.loads.move(request, State.WAITING)
 
     def _drop_load(self, record: RequestLoad) -> None:
         load, record.load = record.load, None

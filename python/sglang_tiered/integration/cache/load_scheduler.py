@@ -502,7 +502,6 @@ class LoadScheduler:
         """Look no more at a load that SGLang gave up unread."""
         self._notes.given_up(request, "revoked")
         self.planner.load_ended(request)
-        self._requests.waits_again(request, State.LOADING)
         self._requests.get(request).key = None
 
     def ended(self, request: CacheRequestHandle, num_loaded: int) -> None:
@@ -511,7 +510,6 @@ class LoadScheduler:
         self._notes.load_ended(request, num_loaded)
         self.planner.load_ended(request)
         self.unlock_loaded(request)
-        self._requests.waits_again(request, State.LOADING)
         record = self._requests.get(request)
         key, record.key = record.key, None
         if key is None or num_loaded == 0:

@@ -204,14 +204,6 @@ class Loads(Generic[Request]):
             record.state = state
             self._in_state[state][request] = None
 
-    def waits_again(self, request: Request, after: State) -> bool:
-        """Have a request wait for its turn that is in the state ``after``; return whether it
-        was."""
-        was = request in self._in_state[after]
-        if was:
-            self.move(request, State.WAITING)
-        return was
-
     # ---- How long they wait ----
 
     def arrives(self, request: Request) -> None:

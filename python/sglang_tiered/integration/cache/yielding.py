@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -25,6 +24,8 @@ __all__ = ["SegmentFilter", "Yielding"]
 
 MAX_PASSED = 8
 """Requests that others may pass in one pass, since a chunk of theirs would be the second one."""
+
+_NUM_PASSED = "_sglang_tiered_num_passed"  # of SGLang's adder, which is one of a pass
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +113,6 @@ class Yielding:
 
     def __init__(self) -> None:
         self._is_on: bool | None = None  # None until a scheduler was looked at
-        self._adder: Callable[[], Any] = lambda: None  # of this pass
-        self._num_waiting = 0  # that it passed over
 
     def comes(self, scheduler: Any, req: Any, loads: Loads[Any]) -> None:
         """Allow the request whose load is planned next."""
@@ -152,10 +151,9 @@ class Yielding:
         """Have a request wait until another one is done with its chunks, but those behind it only
         once some wait like this: each costs a match. Of a LoRA adapter that is refused SGLang takes
         note as of one that runs."""
-        if self._adder() is not adder:
-            self._adder, self._num_waiting = weakref.ref(adder), 0
-        self._num_waiting += 1
-        may_pass = self._num_waiting <= MAX_PASSED and req.lora_id is None
+        num_passed = getattr(adder, _NUM_PASSED, 0) + 1
+        setattr(adder, _NUM_PASSED, num_passed)
+        may_pass = num_passed <= MAX_PASSED and req.lora_id is None
         return AddReqResult.CONTINUE if may_pass else AddReqResult.OTHER
 
     def around_add_chunked(self, original: Callable[..., Any], adder: Any, req: Any) -> Any:
