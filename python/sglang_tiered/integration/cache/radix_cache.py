@@ -2,8 +2,8 @@
 
 A subclass of ``UnifiedRadixCache``: SGLang offers sessions, hybrid models, speculative decoding and
 disaggregation to no other class. The tree, the host tier and the device copies are SGLang's. Each
-override is SGLang's part and one act of ``Tiering``, which decides, ``TierObserver``, which tells,
-or the books of the storage. Every method runs on the scheduler thread and none waits for a disk.
+override is SGLang's part and one act of ``Tiering``, which decides, of metrics and events, or of
+the books of the storage. Every method runs on the scheduler thread and none waits for a disk.
 
 With several ranks every decision must come out the same on all of them, and what a rank's own shard
 holds may differ after a crash. So the local index is asked only by a scheduler that decides alone.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import secrets
 from array import array
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.component_type import (
@@ -43,12 +44,13 @@ from sglang_tiered.integration.cache.quiescing import (
     wait_until_quiet,
 )
 from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
-from sglang_tiered.integration.cache.tiering import Tiering, TierObserver, stats_of
+from sglang_tiered.integration.cache.tiering import Tiering, exporter_of, memory_of, stats_of
 from sglang_tiered.integration.cache.unmarked_core import use_unmarked_core
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector, RecentRequests
 from sglang_tiered.integration.identity.request_names import conversation_of
 from sglang_tiered.integration.identity.tenants import SECRET_BITS
+from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.observe.stories import open_notes
 from sglang_tiered.integration.ranks import (
     RankAgreement,
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
     from sglang_tiered.config import TieredConfig
+    from sglang_tiered.integration.observe.exporter import MetricsExporter
     from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.storage.base import Erasure
 
@@ -92,7 +95,8 @@ class TieredRadixCache(HidingCache):
 
     config: TieredConfig | None = None
     tiering: Tiering | None = None
-    _observer: TierObserver | None = None
+    _events: TierEvents | None = None
+    _exporter: MetricsExporter | None = None
     _is_quiescing = False
     _holds_old_kv = False  # of weights that were replaced, whether or not a tier was attached
     hide_heard: Callable[[Sequence[Erasure]], object] | None = None  # once there is a scheduler
@@ -121,14 +125,14 @@ class TieredRadixCache(HidingCache):
             self.load_back_threshold = 1
         secret = least_on_every_rank(self, [secrets.randbits(SECRET_BITS)])[0]
         self.hidden_tenants.use_secret(secret)
-        storage, exports = self.storage, bool(self._enable_metrics_flag)
-        if storage is None:
-            self._observer = TierObserver(self, None, params, exports=exports)
-            return
-        storage.use_hidden(self.hidden_pages, counts_pages=self.buffer_pipeline is None)
-        if self.pp_size == 1:
-            self.tiering = self._make_tiering(storage)
-        self._observer = TierObserver(self, storage, params, exports=exports)
+        storage = self.storage
+        if storage is not None:
+            storage.use_hidden(self.hidden_pages, counts_pages=self.buffer_pipeline is None)
+            if self.pp_size == 1:
+                self.tiering = self._make_tiering(storage)
+            self._events = TierEvents.of_cache(self.tree_core, storage, params)
+        if self._enable_metrics_flag:
+            self._exporter = exporter_of(self, storage)
 
     def _make_tiering(self, storage: TieredStorage) -> Tiering:
         config = self.config
@@ -304,8 +308,8 @@ class TieredRadixCache(HidingCache):
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, int] | None:
         result: tuple[int, int] | None = super().init_load_back(params)
-        if self._observer is not None:
-            self._observer.announce_node(params.best_match_node)
+        if self._events is not None:
+            self._events.announce_node(params.best_match_node)
         if self.tiering is not None:
             # What the device had already, behind states of other components, is not copied.
             num_copied = 0 if result is None else min(result[0], params.host_hit_length)
@@ -361,9 +365,9 @@ class TieredRadixCache(HidingCache):
             )
         if results and self.tiering is not None:
             self.tiering.stores_ended(results)
-        if self._observer is not None:
+        if self._events is not None:
             for node_id in nodes:
-                self._observer.announce_node(node_id)
+                self._events.announce_node(node_id)
 
     def pages_shown(self, nodes: Sequence[TreePathNodeInfo]) -> None:
         if self.tiering is not None:
@@ -419,7 +423,7 @@ class TieredRadixCache(HidingCache):
 
     def take_events(self) -> list[Any]:
         events: list[Any] = super().take_events()
-        return events if self._observer is None else events + self._observer.take_events()
+        return events if self._events is None else events + self._events.take_events()
 
     def process_stats(self) -> ProcessStats:
         """Take a snapshot. The cache must have a storage."""
@@ -436,8 +440,8 @@ class TieredRadixCache(HidingCache):
             self.tiering.step()
         elif self.storage is not None:
             self.storage.settle_namespace()
-        if self._observer is not None:
-            self._observer.step()
+        if self._exporter is not None:
+            self._exporter.export()
 
     def _sync_hicache_ready_counts(self) -> Any:
         if self.tiering is None:
@@ -532,8 +536,8 @@ class TieredRadixCache(HidingCache):
         detached, why = super().detach_storage_backend()
         if detached and self.tiering is not None:
             self.tiering.detached()
-        if detached and self._observer is not None:
-            self._observer.detached()
+        if detached and self._exporter is not None:
+            self._exporter.tiers_are_gone(partial(memory_of, self))
         return detached, why
 
     def _tiers_were_attached(self, storage: TieredStorage) -> None:
@@ -542,8 +546,10 @@ class TieredRadixCache(HidingCache):
         self.storage_existence_cache.clear()
         if self.tiering is not None:
             self.tiering.attached(storage)
-        if self._observer is not None:
-            self._observer.attached(storage)
+        if self._exporter is not None:
+            self._exporter.read_from(self.process_stats)
+        if self._events is not None:
+            self._events.use_tiers(tiers_of(storage))
         if self._holds_old_kv:
             storage.change_weights(tree_is_empty=False)
 
@@ -554,8 +560,8 @@ class TieredRadixCache(HidingCache):
         self._holds_old_kv = False
         if self.tiering is not None:
             self.tiering.tree_was_reset()
-        if self._observer is not None:
-            self._observer.tree_was_reset()
+        if self._events is not None:
+            self._events.tree_was_reset()
         if self.storage is not None:
             self.storage.accounting.note_flushed()
             self.storage.tree_was_reset()
@@ -587,8 +593,8 @@ class TieredRadixCache(HidingCache):
     def release_host_resources(self) -> None:
         if self.tiering is not None:
             self.tiering.close()
-        if self._observer is not None:
-            self._observer.close()
+        if self._events is not None:
+            self._events.close()
         # The engine reads and writes the host pools' memory, so it goes first.
         self.shutdown()
         super().release_host_resources()

@@ -1,6 +1,6 @@
-"""``Tiering`` decides over a cache's tiers; ``TierObserver`` reports on them.
+"""``Tiering`` decides over a cache's tiers.
 
-Both are made once, when SGLang has built the host tier and opened the storage, and live as long as
+It is made once, when SGLang has built the host tier and opened the storage, and lives as long as
 the cache. An operator may detach the storage and attach it again: an act of ``Tiering`` looks once
 whether there is one, and its parts are handed it. Scheduler thread only; nothing here waits for a
 disk, but for the start and the end.
@@ -19,7 +19,6 @@ from sglang_tiered.integration.cache.returns import Returns
 from sglang_tiered.integration.cache.small_host import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller
 from sglang_tiered.integration.observe.exporter import MetricsExporter, rank_labels
-from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.observe.stats import MemoryStats, SpillStats, holdings, process_stats
 from sglang_tiered.integration.ranks import first_ranks
 from sglang_tiered.metrics import MEMORY_METRICS
@@ -28,7 +27,7 @@ from sglang_tiered.policy.queue_wait import PrefillWork
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams, CacheRequestHandle
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.shares import HostBudget
 
-__all__ = ["TierObserver", "Tiering", "stats_of"]
+__all__ = ["Tiering", "exporter_of", "memory_of", "stats_of"]
 
 MIN_COST_S = 1e-6
 
@@ -263,64 +262,22 @@ class Tiering:
         self.notes.close()
 
 
-class TierObserver:
-    """Reports a cache's tiers as metrics and KV events, on every stage of a pipeline. Without a
-    ``storage``, in host mode, metrics say what runs and what memory holds, and no more."""
+def exporter_of(cache: Any, storage: TieredStorage | None) -> MetricsExporter:
+    """Make the exporter of a cache's metrics. Without a ``storage``, in host mode, they say what
+    runs and what memory holds, and no more."""
+    labels = rank_labels()
+    if storage is None:
+        read = partial(memory_of, cache)
+        exporter = MetricsExporter(read, metrics=MEMORY_METRICS, labels=labels)
+    else:
+        exporter = MetricsExporter(cache.process_stats, labels=labels)
+    exporter.export()  # every series is there before its first failure
+    return exporter
 
-    def __init__(
-        self, cache: Any, storage: TieredStorage | None, params: CacheInitParams, *, exports: bool
-    ) -> None:
-        self._cache = cache
-        self._is_of_memory = storage is None
-        self.events = (
-            None if storage is None else TierEvents.of_cache(cache.tree_core, storage, params)
-        )
-        self.exporter: MetricsExporter | None = None
-        if exports and storage is None:
-            self.exporter = MetricsExporter(
-                self._memory, metrics=MEMORY_METRICS, labels=rank_labels()
-            )
-        elif exports:
-            self.exporter = MetricsExporter(cache.process_stats, labels=rank_labels())
-        if self.exporter is not None:
-            self.exporter.export()  # every series is there before its first failure
 
-    def _memory(self) -> MemoryStats:
-        return MemoryStats.of(holdings(self._cache))
-
-    def detached(self) -> None:
-        """Report memory alone, and that the tiers serve nothing."""
-        if self.exporter is not None and not self._is_of_memory:
-            self.exporter.tiers_are_gone(self._memory)
-
-    def attached(self, storage: TieredStorage) -> None:
-        """Report tiers that an operator attached again; their counters begin at zero."""
-        if self.exporter is not None and not self._is_of_memory:
-            self.exporter.read_from(self._cache.process_stats)
-        if self.events is not None:
-            self.events.use_tiers(tiers_of(storage))
-
-    def announce_node(self, node_id: int) -> None:
-        """Announce a node that was stored, or matched and loaded."""
-        if self.events is not None:
-            self.events.announce_node(node_id)
-
-    def take_events(self) -> list[Any]:
-        """Return the KV events since the last call."""
-        return [] if self.events is None else self.events.take_events()
-
-    def step(self) -> None:
-        """Export metrics in a scheduler step."""
-        if self.exporter is not None:
-            self.exporter.export()
-
-    def tree_was_reset(self) -> None:
-        if self.events is not None:
-            self.events.tree_was_reset()
-
-    def close(self) -> None:
-        if self.events is not None:
-            self.events.close()
+def memory_of(cache: Any) -> MemoryStats:
+    """Take a snapshot of what a cache's memory holds."""
+    return MemoryStats.of(holdings(cache))
 
 
 def stats_of(cache: Any, storage: TieredStorage, tiering: Tiering | None) -> ProcessStats:

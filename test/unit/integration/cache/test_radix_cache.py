@@ -83,16 +83,16 @@ def test_switched_role_keeps_every_page_of_nvme(
 def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:
     store(cache, TOKENS)
     read: list[Any] = []
-    cache._observer.exporter = SimpleNamespace(
+    cache._exporter = SimpleNamespace(
         export=lambda: None, read_from=read.append, tiers_are_gone=lambda _: None
     )
     params: Any = SimpleNamespace(
         page_size=PAGE, dynamo_kv_event_format=False, kv_event_lora_names=None
     )
-    cache._observer.events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
+    cache._events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
     attach_again(cache)
     assert read == [cache.process_stats]
-    ((_, _, holds),) = cache._observer.events._tiers
+    ((_, _, holds),) = cache._events._tiers
     assert holds([bytes.fromhex(text) for text in keys_of(TOKENS)]) == [True] * 4
 
 
@@ -173,9 +173,7 @@ def test_detached_tiers_are_not_shown_as_healthy(
         made = partial(getattr(prometheus_client, kind), registry=registry)
         monkeypatch.setattr(prometheus_client, kind, made)
     now = [0.0]
-    cache._observer.exporter = MetricsExporter(
-        cache.process_stats, lambda: now[0], labels={"rank": "0"}
-    )
+    cache._exporter = MetricsExporter(cache.process_stats, lambda: now[0], labels={"rank": "0"})
 
     def value(name: str, tier: str) -> float | None:
         now[0] += 1.0
