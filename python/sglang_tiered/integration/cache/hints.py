@@ -1,5 +1,5 @@
 """``Hints``: conversations that are about to be used come up to host memory (``/tier/prefetch``),
-by ``ChainLoader``: loads for which no request waits.
+by loads for which no request waits.
 
 A hint is served by the same policy as loads, one hint and one piece at a time. It is served only
 while no request's load is under way or waits for room. It is dropped, and says so, when host memory
@@ -14,7 +14,6 @@ same step and load what the shortest plan says.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import time
 from array import array
@@ -32,19 +31,17 @@ from sglang_tiered.policy.hints import LIFE_S, PIECE_TOKENS, Hint, HintEnd, Hint
 if TYPE_CHECKING:
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.host_copies import HostCopies
-    from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.storage.base import Erasure
+    from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = [
     "DETACHED",
     "WEIGHTS",
     "Chain",
-    "ChainLoader",
     "Hinted",
     "Hints",
-    "PieceOutcome",
     "chain_of",
 ]
 
@@ -82,182 +79,12 @@ class Chain(NamedTuple):
         return RadixKey(tokens, self.extra_key, cache_salt=self.cache_salt)
 
 
-class PieceOutcome(enum.Enum):
-    """Says what came of an attempt to load the next piece of a chain."""
-
-    BEGUN = enum.auto()
-    ASKED = enum.auto()  # the other ranks have the word, in the next step
-    LATER = enum.auto()  # what comes before has no host copy yet, or too much is under way
-    NOTHING = enum.auto()  # all is in memory, or the rest is nowhere or sooner computed
-    NO_MEMORY = enum.auto()  # host memory is needed for others
-    NOT_READ = enum.auto()  # the last piece was not there, or did not verify
-
-
-class _ChainPiece(NamedTuple):
-    handle: CacheRequestHandle
-    operation: Any
-
-
 def chain_of(
     cache: HidingCache, tokens: array[int], extra_key: str | None, cache_salt: str | None
 ) -> Chain:
     """Return the whole pages of a prompt."""
     hashes = cache.page_hashes(RadixKey(tokens, extra_key, cache_salt=cache_salt))
     return Chain(tokens, extra_key, cache_salt, hashes)
-
-
-class ChainLoader:
-    """Loads a prefix to host memory for which no request waits. ``window_tokens``: what loads may
-    fill.
-
-    It comes the way of every request's load, through the same plan, the same window and SGLang's
-    verified prefetch. But it comes in pieces and one piece at a time: a request that comes finds at
-    most one of them ahead of it. What has arrived is an ordinary node of the tree, most recently
-    used, in host memory; nothing locks it. Device memory is no place to load to: SGLang's
-    ``load_back`` commits device pages before they are filled, and only the batch that asked waits
-    for them.
-    """
-
-    def __init__(
-        self,
-        cache: HidingCache,
-        loads: LoadScheduler,
-        planner: LoadPlanner[CacheRequestHandle],
-        copies: HostCopies,
-        *,
-        window_tokens: int,
-    ) -> None:
-        self._cache = cache
-        self._loads = loads
-        self._planner = planner
-        self._copies = copies
-        self._piece_tokens = min(PIECE_TOKENS, window_tokens // PIECES_IN_WINDOW)
-        self._numbers = itertools.count()
-        self._asked: CacheRequestHandle | None = None  # of which the ranks say how much to load
-        self._piece: _ChainPiece | None = None
-        self.num_in_memory = 0  # leading tokens of the chain, when it was looked at last
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether a piece is under way."""
-        return self._piece is not None and self._cache.has_ongoing_prefetch(self._piece.handle)
-
-    def has_room(self) -> bool:
-        """Whether a piece may begin: no request's load is under way, or waits for room."""
-        return self._loads.has_room_ahead(self._piece_tokens)
-
-    def take_piece(self) -> tuple[int, PieceOutcome | None]:
-        """Return how many tokens the piece that was under way brought, and why to stop, if so.
-        Must not be called while one is under way."""
-        piece, self._piece = self._piece, None
-        if piece is None:
-            return 0, None
-        num_loaded, _ = self._cache.pop_prefetch_loaded_span(piece.handle)
-        self._cache.release_aborted_request(piece.handle)
-        operation = piece.operation
-        if operation.host_indices is None:
-            found = operation.storage_hit_count >= self._cache.prefetch_threshold
-            return 0, PieceOutcome.NO_MEMORY if found else PieceOutcome.NOT_READ
-        return num_loaded, None if operation.completed_tokens else PieceOutcome.NOT_READ
-
-    def begin(self, chain: Chain, end: int, storage: TieredStorage) -> PieceOutcome:
-        """Begin to load what follows in memory of a chain's first ``end`` tokens. Ask again after
-        ``ASKED`` and ``LATER``."""
-        cache, page_size = self._cache, self._cache.page_size
-        match = cache.match_prefix(MatchPrefixParams(key=chain.key_in(cache, end)))
-        start = self.num_in_memory = int(match.device_prefix_len + match.host_hit_length)
-        node: int = match.last_host_node
-        if end - start < cache.prefetch_threshold:
-            return self._ends(PieceOutcome.NOTHING)
-        if not (cache.is_root(node) or cache.is_backuped(node)):
-            return self._ends(PieceOutcome.LATER)
-        if self._asked is None:
-            self._asked = CacheRequestHandle(f"sglang-tiered-hint-{next(self._numbers)}", ATTEMPT)
-        handle = self._asked
-        first, last = start // page_size, end // page_size
-        if all(kind is BASE_COMPONENT_TYPE for kind in cache.tree_components):
-            last = min(last, first + max(1, self._piece_tokens // page_size))
-        hashes = chain.hashes[first:last]  # further ones only to see where a load may end
-        spans = storage.lookup_spans(hashes)
-        num_planned = self._plan(handle, node, start, hashes, spans, storage)
-        is_load = num_planned >= cache.prefetch_threshold
-        own = told_end(start + num_planned) if is_load else ABSENT
-        told = self._loads.agreement.ask_ranks(handle, own)
-        if told is None:
-            return PieceOutcome.ASKED
-        if told < 0:
-            return self._ends(PieceOutcome.NOTHING)
-        num_tokens = min(told // 2, end) - start
-        if num_tokens < cache.prefetch_threshold:  # meanwhile a request loaded it
-            return self._ends(PieceOutcome.LATER)
-        if not self._copies.make_host_path(node):
-            return self._ends(PieceOutcome.NO_MEMORY)
-        self._ends(PieceOutcome.BEGUN)
-        hashes = hashes[: num_tokens // page_size]
-        until = start + num_tokens + int(cache.tree_core.is_eagle)
-        cache.begin_load(
-            PrefetchArguments(
-                handle,
-                node,
-                chain.tokens[start:until],
-                chain.hashes[start // page_size - 1] if start else None,
-                matched_prefix_tokens=range(start),  # SGLang takes its length alone
-                extra_key=chain.extra_key,
-                cache_salt=chain.cache_salt,
-            ),
-            hashes,
-        )
-        info = cache.ongoing_prefetch.get(handle)
-        if info is None:  # too much is under way for SGLang
-            cache.release_aborted_request(handle)
-            return PieceOutcome.LATER
-        self._planner.begins_ahead(handle, num_tokens, num_before=start, spans=spans)
-        self._piece = _ChainPiece(handle, info.operation)
-        if cache.decides_alone:
-            allocate_now(cache)
-        return PieceOutcome.BEGUN
-
-    def _plan(
-        self,
-        handle: CacheRequestHandle,
-        node: int,
-        start: int,
-        hashes: list[str],
-        spans: list[Any],
-        storage: TieredStorage,
-    ) -> int:
-        """Return how many tokens this rank would load behind the first ``start``."""
-        page_size = self._cache.page_size
-        held = hashes[: sum(span.num_pages for span in spans)]
-        places = restorable_ends(self._cache, node, held, storage)
-        ends = None if places is None else [place * page_size for place in places]
-        num_held = piece_length(
-            len(held) * page_size,
-            page_tokens=page_size,
-            piece_tokens=self._piece_tokens,
-            ends=ends,
-        )
-        return self._planner.plan_ahead(
-            num_held,
-            num_before=start,
-            spans=spans,
-            ends=ends,
-            least=self._cache.prefetch_threshold,
-        )
-
-    def stop(self) -> None:
-        """Give up the piece under way, and what is planned of the next."""
-        piece, self._piece = self._piece, None
-        if piece is not None:
-            self._cache.release_aborted_request(piece.handle)
-        self._ends(PieceOutcome.NOTHING)
-
-    def _ends(self, outcome: PieceOutcome) -> PieceOutcome:
-        """Ask the ranks no more about the piece that is planned."""
-        if self._asked is not None:
-            self._loads.agreement.drop_question(self._asked)
-            self._asked = None
-        return outcome
 
 
 class Hinted(Hint):
@@ -286,21 +113,36 @@ class Hinted(Hint):
 
 
 class Hints:
-    """The hints of one scheduler: at most ``capacity`` tokens that nobody has used yet."""
+    """The hints of one scheduler: at most ``capacity`` tokens that nobody has used yet.
+    ``window_tokens``: what loads may fill.
+
+    What they load comes the way of every request's load, through the same plan, the same window and
+    SGLang's verified prefetch. But it comes in pieces and one piece at a time: a request that comes
+    finds at most one of them ahead of it. What has arrived is an ordinary node of the tree, most
+    recently used, in host memory; nothing locks it. Device memory is no place to load to: SGLang's
+    ``load_back`` commits device pages before they are filled, and only the batch that asked waits
+    for them."""
 
     def __init__(
         self,
         cache: HidingCache,
         loads: LoadScheduler,
-        loader: ChainLoader,
+        copies: HostCopies,
         capacity: int,
+        *,
+        window_tokens: int,
     ) -> None:
         self._cache = cache
         self._loads = loads
-        self._loader = loader
+        self._copies = copies
         self._clock = time.monotonic
         self._queue: HintQueue[Hinted] = HintQueue(capacity)
+        self._piece_tokens = min(PIECE_TOKENS, window_tokens // PIECES_IN_WINDOW)
+        self._numbers = itertools.count()
         self._served: Hinted | None = None
+        # Of that one: of which piece the ranks say how much to load, and the piece under way.
+        self._asked: CacheRequestHandle | None = None
+        self._piece: Any = None  # SGLang's operation
         self._memory_is_short = False
         self._num_begun = self._num_tokens_loaded = 0
         self._ended = dict.fromkeys(HintEnd, 0)
@@ -351,54 +193,167 @@ class Hints:
         if not len(self._queue):
             return
         self._end_oldest()
-        loader = self._loader
         # A request waits for the room that the piece under way takes.
-        in_the_way = loader.is_loading and self._loads.waits_for_room()
+        in_the_way = self._is_loading and self._loads.waits_for_room()
         if (self._memory_is_short or in_the_way) and self._served is not None:
             self._drop(self._served, NO_MEMORY)
         self._memory_is_short = False
-        if loader.is_loading:
+        if self._is_loading:
             return
         self._take_piece()
         hinted = self._queue.next()
-        if hinted is None or not loader.has_room():
+        if hinted is None or not self._loads.has_room_ahead(self._piece_tokens):
             return
         if hinted.pause_steps > 0:
             hinted.pause_steps -= 1
             return
+        if hinted is not self._served:
+            self._ask_no_more()
         self._served = hinted
-        self._begin_piece(hinted, storage)
+        self._look(hinted, storage)
+
+    @property
+    def _is_loading(self) -> bool:
+        return self._piece is not None and self._cache.has_ongoing_prefetch(self._piece.handle)
 
     def _take_piece(self) -> None:
         """Note what a piece brought that has ended."""
-        num_loaded, stop = self._loader.take_piece()
+        piece, self._piece = self._piece, None
         hinted = self._served
-        if hinted is None:
+        if piece is None or hinted is None:
             return
+        num_loaded, _ = self._cache.pop_prefetch_loaded_span(piece.handle)
+        self._cache.release_aborted_request(piece.handle)
         hinted.num_loaded += num_loaded
         hinted.num_in_memory += num_loaded
         self._num_tokens_loaded += num_loaded
-        if stop is not None:
-            self._drop(hinted, NO_MEMORY if stop is PieceOutcome.NO_MEMORY else NOT_READ)
+        was_found = piece.storage_hit_count >= self._cache.prefetch_threshold
+        if piece.host_indices is None and was_found:
+            self._drop(hinted, NO_MEMORY)
+        elif not piece.completed_tokens:
+            self._drop(hinted, NOT_READ)
 
-    def _begin_piece(self, hinted: Hinted, storage: TieredStorage) -> None:
-        outcome = self._loader.begin(hinted.chain, hinted.end, storage)
-        was_in_memory, hinted.num_in_memory = hinted.num_in_memory, self._loader.num_in_memory
+    def _look(self, hinted: Hinted, storage: TieredStorage) -> None:
+        """Look at what memory has of a chain, and begin to load what follows."""
+        cache, was_in_memory = self._cache, hinted.num_in_memory
+        key = hinted.chain.key_in(cache, hinted.end)
+        match = cache.match_prefix(MatchPrefixParams(key=key))
+        node: int = match.last_host_node
+        hinted.num_in_memory = int(match.device_prefix_len + match.host_hit_length)
         if hinted.num_in_memory < was_in_memory and hinted.num_loaded > 0:
             self._drop(hinted, NO_MEMORY)  # what was loaded is evicted already
-        elif outcome is PieceOutcome.NO_MEMORY:
+        elif hinted.end - hinted.num_in_memory < cache.prefetch_threshold:
+            self._all_is_loaded(hinted)
+        elif cache.is_root(node) or cache.is_backuped(node):
+            self._plan_piece(hinted, node, storage)
+        else:
+            self._postpone(hinted)
+
+    def _plan_piece(self, hinted: Hinted, node: int, storage: TieredStorage) -> None:
+        """Begin to load what follows a node of a chain, as much as the shortest plan of all ranks
+        says, or ask them."""
+        cache, chain, start = self._cache, hinted.chain, hinted.num_in_memory
+        if self._asked is None:
+            self._asked = CacheRequestHandle(f"sglang-tiered-hint-{next(self._numbers)}", ATTEMPT)
+        first, last = start // cache.page_size, hinted.end // cache.page_size
+        if all(kind is BASE_COMPONENT_TYPE for kind in cache.tree_components):
+            last = min(last, first + max(1, self._piece_tokens // cache.page_size))
+        hashes = chain.hashes[first:last]  # further ones only to see where a load may end
+        spans = storage.lookup_spans(hashes)
+        num_planned = self._num_planned(node, start, hashes, spans, storage)
+        is_load = num_planned >= cache.prefetch_threshold
+        own = told_end(start + num_planned) if is_load else ABSENT
+        told = self._loads.agreement.ask_ranks(self._asked, own)
+        if told is None:
+            return
+        num_tokens = min(told // 2, hinted.end) - start
+        if told < 0:
+            self._all_is_loaded(hinted)
+        elif num_tokens < cache.prefetch_threshold:  # meanwhile a request loaded it
+            self._postpone(hinted)
+        elif not self._copies.make_host_path(node):
             self._drop(hinted, NO_MEMORY)
-        elif outcome is PieceOutcome.NOTHING:
-            self._queue.served(hinted, 0 if hinted.is_used else hinted.num_loaded)
-            num_pages = hinted.num_in_memory // self._cache.page_size
-            hinted.last_pages.update(hinted.chain.hashes[:num_pages][-1:])
-            self._ended[HintEnd.LOADED] += 1
-            self._served = None
-            hinted.release()
-        elif outcome is PieceOutcome.LATER:
-            hinted.pause_steps = PAUSE_STEPS
-            hinted.num_passed += 1  # the others go on meanwhile
-            self._served = None
+        else:
+            self._begin_piece(hinted, node, hashes[: num_tokens // cache.page_size], spans)
+
+    def _num_planned(
+        self, node: int, start: int, hashes: list[str], spans: list[Span], storage: TieredStorage
+    ) -> int:
+        """Return how many tokens this rank would load behind the first ``start``."""
+        page_size = self._cache.page_size
+        held = hashes[: sum(span.num_pages for span in spans)]
+        places = restorable_ends(self._cache, node, held, storage)
+        ends = None if places is None else [place * page_size for place in places]
+        num_held = piece_length(
+            len(held) * page_size,
+            page_tokens=page_size,
+            piece_tokens=self._piece_tokens,
+            ends=ends,
+        )
+        return self._loads.planner.plan_ahead(
+            num_held,
+            num_before=start,
+            spans=spans,
+            ends=ends,
+            least=self._cache.prefetch_threshold,
+        )
+
+    def _begin_piece(self, hinted: Hinted, node: int, hashes: list[str], spans: list[Span]) -> None:
+        cache, chain, start = self._cache, hinted.chain, hinted.num_in_memory
+        handle, num_tokens = self._asked, len(hashes) * cache.page_size
+        assert handle is not None
+        self._ask_no_more()
+        until = start + num_tokens + int(cache.tree_core.is_eagle)
+        cache.begin_load(
+            PrefetchArguments(
+                handle,
+                node,
+                chain.tokens[start:until],
+                chain.hashes[start // cache.page_size - 1] if start else None,
+                matched_prefix_tokens=range(start),  # SGLang takes its length alone
+                extra_key=chain.extra_key,
+                cache_salt=chain.cache_salt,
+            ),
+            hashes,
+        )
+        info = cache.ongoing_prefetch.get(handle)
+        if info is None:  # too much is under way for SGLang
+            cache.release_aborted_request(handle)
+            self._postpone(hinted)
+            return
+        self._loads.planner.begins_ahead(handle, num_tokens, num_before=start, spans=spans)
+        self._piece = info.operation
+        if cache.decides_alone:
+            allocate_now(cache)
+
+    def _all_is_loaded(self, hinted: Hinted) -> None:
+        """Note that all is in memory, or that the rest is nowhere or sooner computed."""
+        self._stop()
+        self._queue.served(hinted, 0 if hinted.is_used else hinted.num_loaded)
+        num_pages = hinted.num_in_memory // self._cache.page_size
+        hinted.last_pages.update(hinted.chain.hashes[:num_pages][-1:])
+        self._ended[HintEnd.LOADED] += 1
+        hinted.release()
+
+    def _postpone(self, hinted: Hinted) -> None:
+        """Look again later, and at others meanwhile: what comes before has no host copy yet, or too
+        much is under way."""
+        self._stop()
+        hinted.pause_steps = PAUSE_STEPS
+        hinted.num_passed += 1
+
+    def _stop(self) -> None:
+        """Serve nobody: give up the piece under way, and what is planned of the next."""
+        piece, self._piece = self._piece, None
+        if piece is not None:
+            self._cache.release_aborted_request(piece.handle)
+        self._ask_no_more()
+        self._served = None
+
+    def _ask_no_more(self) -> None:
+        if self._asked is not None:
+            self._loads.agreement.drop_question(self._asked)
+            self._asked = None
 
     def _end_oldest(self) -> None:
         """End the hint whose life ends next, once it has ended on any rank."""
@@ -474,8 +429,7 @@ class Hints:
     def _let_go(self, hinted: Hinted) -> None:
         self._loads.agreement.drop_question(_is_alive(hinted))
         if self._served is hinted:
-            self._loader.stop()
-            self._served = None
+            self._stop()
 
 
 def _is_alive(hint: Hint) -> tuple[str, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.integration.cache.hints import DETACHED, ChainLoader, Hints
+from sglang_tiered.integration.cache.hints import DETACHED, Hints
 from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.host_locks import Residents
 from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
@@ -76,10 +76,13 @@ class Tiering:
             budget,
             num_loading=self.loads.num_tokens,
         )
-        loader = ChainLoader(
-            cache, self.loads, planner, self.copies, window_tokens=budget.loading_tokens
+        self.hints = Hints(
+            cache,
+            self.loads,
+            self.copies,
+            budget.hinted_tokens,
+            window_tokens=budget.loading_tokens,
         )
-        self.hints = Hints(cache, self.loads, loader, budget.hinted_tokens)
         self._num_copied = 0  # to the device, for the next batch
         self.work = PrefillWork()
         # Tells routers the costs, of a scheduler that will be away for so many seconds; once there

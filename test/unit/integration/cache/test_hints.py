@@ -41,7 +41,7 @@ class HintWorld:
         tiering.hints._clock = self.clock
         self.hints: Hints = tiering.hints
         self._num_asked = 0
-        self.piece_tokens = self.hints._loader._piece_tokens // PAGE * PAGE
+        self.piece_tokens = self.hints._piece_tokens // PAGE * PAGE
 
     def hint(self, tokens: array[int], **keys: str) -> dict[str, Any]:
         """A new call, as an HTTP client makes one."""
