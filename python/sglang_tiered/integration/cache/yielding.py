@@ -85,7 +85,6 @@ def _may_yield(req: Any) -> bool:
         or req.session is not None
         or req.beam_group is not None
         or req.input_embeds is not None
-        or req.positional_embed_overrides is not None
         or req.token_indices_to_pool is not None
         or req.retracted_stain
     )
