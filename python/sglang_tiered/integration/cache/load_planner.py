@@ -353,17 +353,18 @@ class LoadPlanner(Generic[Request]):
         """Note that a request's load is under way no more, and that it waits for its turn. Its plan
         stays: it says what another attempt would gain. Unknown ones are ignored."""
         record = self.loads.get(request)
-        load = record.load
-        if load is not None and load.queued_at is not None:
-            self._count(load, -1)
-            load.queued_at = None
+        self._end(record.load)
         if record.state is State.LOADING:
             self.loads.move(request, State.WAITING)
 
     def _drop_load(self, record: RequestLoad) -> None:
-        load, record.load = record.load, None
+        self._end(record.load)
+        record.load = None
+
+    def _end(self, load: PricedLoad | None) -> None:
         if load is not None and load.queued_at is not None:
             self._count(load, -1)
+            load.queued_at = None
 
     def begins(self, request: Request) -> None:
         """Note that a request's load was queued."""
@@ -374,13 +375,16 @@ class LoadPlanner(Generic[Request]):
             record.num_loaded += load.plan.num_tokens
             if record.place is not None:
                 record.place.counts = False
-            if load.queued_at is None:
-                self._count(load, 1)
-            load.queued_at = self._clock()
-            if not self.always:
-                useful_s = load.plan.useful_s if load.plan.num_remote else 0.0
-                self.far_deadline_s = max(self.far_deadline_s, useful_s + self._longest_wait_s)
-                self._deadline_is_due = True
+            self._begin(load)
+
+    def _begin(self, load: PricedLoad) -> None:
+        if load.queued_at is None:
+            self._count(load, 1)
+        load.queued_at = self._clock()
+        if not self.always:
+            useful_s = load.plan.useful_s if load.plan.num_remote else 0.0
+            self.far_deadline_s = max(self.far_deadline_s, useful_s + self._longest_wait_s)
+            self._deadline_is_due = True
 
     def plan_ahead(
         self,
@@ -426,12 +430,8 @@ class LoadPlanner(Generic[Request]):
             num_before=num_before,
             spans=self._tokens_of(spans),
         )
-        load = PricedLoad(plan, queued_at=self._clock())
-        self.loads.of(request).load = load
-        self._count(load, 1)
-        if plan.num_remote and not self.always:
-            self.far_deadline_s = max(self.far_deadline_s, plan.useful_s)
-        self._deadline_is_due |= not self.always
+        load = self.loads.of(request).load = PricedLoad(plan)
+        self._begin(load)
 
     def _tokens_of(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
         page_tokens = self.costs.page_tokens
