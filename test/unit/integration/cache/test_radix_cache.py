@@ -85,17 +85,17 @@ def test_switched_role_keeps_every_page_of_nvme(
 def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:
     store(cache, TOKENS)
     told: list[Any] = []
-    cache._observer.exporter = SimpleNamespace(
+    cache._exporter = SimpleNamespace(
         export=lambda: None, export_now=lambda: told.append(cache.process_stats().get("nvme"))
     )
     params: Any = SimpleNamespace(
         page_size=PAGE, dynamo_kv_event_format=False, kv_event_lora_names=None
     )
-    cache._observer.events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
+    cache._events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
     attach_again(cache)
     gone, again = told
     assert gone is None and again.num_pages_stored == 0, "their counts begin at zero"
-    ((_, _, holds),) = cache._observer.events._tiers
+    ((_, _, holds),) = cache._events._tiers
     assert holds([bytes.fromhex(text) for text in keys_of(TOKENS)]) == [True] * 4
 
 
@@ -187,9 +187,7 @@ def test_detached_tiers_serve_and_hold_nothing(cache: Any, monkeypatch: pytest.M
         made = partial(getattr(prometheus_client, kind), registry=registry)
         monkeypatch.setattr(prometheus_client, kind, made)
     now = [0.0]
-    cache._observer.exporter = MetricsExporter(
-        cache.process_stats, lambda: now[0], labels={"rank": "0"}
-    )
+    cache._exporter = MetricsExporter(cache.process_stats, lambda: now[0], labels={"rank": "0"})
 
     def value(name: str, tier: str) -> float | None:
         now[0] += 1.0
