@@ -19,6 +19,7 @@ import json
 import time
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_tiered.integration.cache.host_copies import HostCopies
-from sglang_tiered.integration.cache.loads import Loads
 from sglang_tiered.integration.cache.spiller import Spiller
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.integration.storage.admission_gate import QueuedStore, StoreGate
@@ -89,14 +89,14 @@ class Tier:
         self.next_page = 0
         self.next_operation = 0
         self.queued: list[tuple[int, QueuedStore]] = []
+        self.results: list[SimpleNamespace] = []
         cache: Any = self
-        copies = HostCopies(cache, Loads(), patience_s=lambda request: 0.0, waiting_stores=list)
+        copies = HostCopies(cache, waiting_stores=list)
         self.spiller = Spiller(
             cache,
             copies,
             HostBudget(self.num_tokens, 0),
             num_loading=lambda: sum(self.ongoing_prefetch.values()),
-            store_ended=lambda chain, num_tokens, is_held: None,
         )
 
     def inc_host_lock_ref(self, node_id: int) -> Any:
@@ -150,7 +150,18 @@ class Tier:
             self.gate.store_ended(store)
             node_id, lock = self.ongoing_backup.pop(operation)
             self.dec_host_lock_ref(node_id, lock)
+            tokens = range(store.num_tokens)
+            self.results.append(
+                SimpleNamespace(id=operation, completed_tokens=len(tokens), host_indices=tokens)
+            )
         self.queued.clear()
+
+    def step(self) -> None:
+        """What ``check_hicache_events`` does."""
+        results, self.results = self.results, []
+        if results:
+            self.spiller.ended(results, self.gate.waited_s)
+        self.spiller.step(self)  # type: ignore[arg-type]
 
 
 def measure(state: str, num_dirty: int, num_steps: int, num_offers: int) -> dict[str, list[float]]:
@@ -171,7 +182,7 @@ def measure(state: str, num_dirty: int, num_steps: int, num_offers: int) -> dict
         for node in nodes:
             tier.spiller.offer_node(node, tier)  # type: ignore[arg-type]
         offered = time.thread_time()
-        tier.spiller.step(tier)  # type: ignore[arg-type]
+        tier.step()
         ended = time.thread_time()
         samples["offer"].append(1e3 * (offered - begun))
         samples["step"].append(1e3 * (ended - offered))

@@ -87,7 +87,7 @@ class World:
         """The KV of every request's prompt gets into the store, and out of memory; as many at a
         time as the device holds."""
         cache = self.cache
-        held = int(cache.process_stats().nvme.num_pages)
+        held = int(cache.process_stats()["nvme"].num_pages)
         for start in range(0, len(requests), self._num_at_once):
             chosen = requests[start : start + self._num_at_once]
             for request in chosen:
@@ -100,7 +100,7 @@ class World:
             self._allocator.clear()
 
     def _holds(self, num_pages: int) -> bool:
-        return bool(self.cache.process_stats().nvme.num_pages >= num_pages)
+        return bool(self.cache.process_stats()["nvme"].num_pages >= num_pages)
 
     def shut_disk(self) -> None:
         self._gate.open.clear()
@@ -153,7 +153,7 @@ class World:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             if time.monotonic() >= deadline:
-                held = self.cache.process_stats().nvme.num_pages
+                held = self.cache.process_stats()["nvme"].num_pages
                 raise TimeoutError(
                     f"the store holds {held} pages, which is not all "
                     f"that was computed, and has taken nothing else for {DEADLINE_S:.0f} s"

@@ -155,8 +155,8 @@ def _is(description: str) -> msgspec.Meta:
     return msgspec.Meta(description=description)
 
 
-class _Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of a line."""
+class _Part(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A part of a line, which a server fills in while the request lives."""
 
 
 class Sources(_Part, frozen=True, kw_only=True):
@@ -170,7 +170,7 @@ class Sources(_Part, frozen=True, kw_only=True):
     num_computed: Annotated[int, _is("computed")] = 0
 
 
-class Lookup(_Part, frozen=True, kw_only=True):
+class Lookup(_Part, kw_only=True):
     """The last lookup before it was admitted."""
 
     at_s: Annotated[float, _is("when the tiers were asked")]
@@ -183,7 +183,7 @@ class Lookup(_Part, frozen=True, kw_only=True):
     num_peer_pages: Annotated[int, _is("further pages that come from other servers")] = 0
 
 
-class Plan(_Part, frozen=True, kw_only=True):
+class Plan(_Part, kw_only=True):
     """What was planned, all ranks together, at the prices of that moment."""
 
     at_s: Annotated[float, _is("when it was planned")]
@@ -207,7 +207,7 @@ class Plan(_Part, frozen=True, kw_only=True):
     num_tokens_ahead: Annotated[int, _is("tokens of other loads under way")] = 0
 
 
-class Wait(_Part, frozen=True, kw_only=True):
+class Wait(_Part, kw_only=True):
     """A time in which the request was next, and did not start."""
 
     why: Annotated[
@@ -223,7 +223,7 @@ class Wait(_Part, frozen=True, kw_only=True):
     wait_s: Annotated[float, _is("how long it took")]
 
 
-class TierLoad(_Part, frozen=True, kw_only=True):
+class TierLoad(_Part, kw_only=True):
     """What was read from one tier for it."""
 
     tier: Annotated[str, _is("`nvme`, `object` or `peer`")]
@@ -241,7 +241,7 @@ class TierLoad(_Part, frozen=True, kw_only=True):
     ] = {}
 
 
-class GivenUp(_Part, frozen=True, kw_only=True):
+class GivenUp(_Part, kw_only=True):
     """Why it started without what was to be loaded."""
 
     why: Annotated[
@@ -258,7 +258,7 @@ class GivenUp(_Part, frozen=True, kw_only=True):
     num_tokens: Annotated[int, _is("tokens that had not arrived")] = 0
 
 
-class Load(_Part, frozen=True, kw_only=True):
+class Load(_Part, kw_only=True):
     """The load: from the first of its parts to the last."""
 
     at_s: Annotated[float, _is("when it was queued")]
@@ -268,7 +268,7 @@ class Load(_Part, frozen=True, kw_only=True):
     tiers: Annotated[tuple[TierLoad, ...], _is("by tier")] = ()
 
 
-class Copy(_Part, frozen=True, kw_only=True):
+class Copy(_Part, kw_only=True):
     """The copy from host to device memory."""
 
     at_s: Annotated[float, _is("when it was asked for")]
@@ -283,7 +283,7 @@ class Copy(_Part, frozen=True, kw_only=True):
     num_bytes: Annotated[int, _is("bytes, estimated for models with more than one pool")] = 0
 
 
-class Prefill(_Part, frozen=True, kw_only=True):
+class Prefill(_Part, kw_only=True):
     """The batches that computed its prompt, with whatever other requests were in them."""
 
     at_s: Annotated[float, _is("when the first of them ended")]
@@ -295,7 +295,7 @@ class Prefill(_Part, frozen=True, kw_only=True):
     num_tokens: Annotated[int, _is("tokens of this request that they computed")]
 
 
-class RequestRecord(_Part, frozen=True, kw_only=True):
+class RequestRecord(_Part, kw_only=True):
     """One request."""
 
     v: Annotated[int, _is("version of the format, 1")]

@@ -36,8 +36,8 @@ def step_together(cache: Any, until: Callable[[], bool]) -> None:
 
 
 def steps_until_load(cache: Any, *, declines: bool) -> int:
-    """Steps of two ranks until the load of a prompt begins. ``declines``: this rank says for some
-    of them that computing is sooner."""
+    """Steps of two ranks until the load of a prompt begins, which is asked for now and then.
+    ``declines``: this rank says for some of them that computing is sooner."""
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -50,7 +50,7 @@ def steps_until_load(cache: Any, *, declines: bool) -> int:
     for number in range(100 * NUM_DECLINED_STEPS):
         is_declined = declines and number < NUM_DECLINED_STEPS
         costs.load_seconds = (lambda *_: 1e9) if is_declined else load_seconds
-        if request.rid in pending or number == 0:
+        if request.rid in pending or number % (NUM_DECLINED_STEPS + 5) == 0:
             cache.storage_prefetch_retries.cancel(request.rid)
             node = cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", TOKENS))))
             cache.prefetch_from_storage(

@@ -205,7 +205,7 @@ class CacheWorld:
 
     def num_stored(self) -> int:
         """KV pages that NVMe holds."""
-        return int(self.cache.process_stats().nvme.num_pages)
+        return int(self.cache.process_stats()["nvme"].num_pages)
 
     def _is_stored(self, tokens: array[int]) -> bool:
         """Whether NVMe holds all of a prompt, its window included."""

@@ -219,8 +219,8 @@ class ErasingTraffic:
         cache = self._world.cache
         self._call("purge", all=True)
         self._end_calls()
-        assert not cache.tiering.hints._hinted and not cache.tiering.hints._queue.num_tokens
+        assert not len(cache.tiering.hints._queue) and not cache.tiering.hints._queue.num_tokens
         for keeper in keepers(cache.storage).values():
             names = {stored_name(tenant, name) for tenant in self._purged for name in PINS}
             assert not any(map(keeper.has_pin, names))
-        assert cache.process_stats().nvme.num_pages == 0
+        assert cache.process_stats()["nvme"].num_pages == 0

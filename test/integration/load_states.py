@@ -24,15 +24,14 @@ if TYPE_CHECKING:
 Transition = tuple[str, str, str]
 """An event, and the states before and after it."""
 
-_STATES = {"GONE", "WAITING", "DECLINED", "ASKED", "DEFERRED", "QUEUED", "READING", "LANDED"}
+_STATES = {"GONE", "WAITING", "ASKED", "DEFERRED", "QUEUED", "READING", "LANDED"}
 _STATES |= {"BOTH_ENDS"}
 _TABLE = """\
-asks | any | WAITING, DECLINED, ASKED, DEFERRED, QUEUED, READING, BOTH_ENDS | what was planned
+asks | any | WAITING, ASKED, DEFERRED, QUEUED, READING, BOTH_ENDS | what was planned
 steps, looks | QUEUED | WAITING | too little is left, or given up unread: ``LoadScheduler.revoked``
 steps | QUEUED | READING | SGLang has allocated host memory
 steps, looks | QUEUED, READING | LANDED, WAITING | it ended, and brought something or nothing
 steps | LANDED | DEFERRED, WAITING | nobody can admit it, another could start: ``_make_room``
-steps | DECLINED | WAITING | it gains by now: SGLang is told to ask again
 looks | DEFERRED | WAITING | waiting gains nothing more on some rank: ``stays_put_off``
 evicts | LANDED | WAITING | memory of other components' states is short
 chunks | BOTH_ENDS | WAITING, GONE | nothing is left to meet, or the last chunk runs
@@ -125,7 +124,7 @@ class LoadWatch:
             record.load.plan.num_tokens
             for record in planner.loads
             if record.state in (State.LOADING, State.BOTH_ENDS)
-            or (record.load is not None and record.load.is_ahead and record.load.queued_at)
+            or (record.place is None and record.load is not None and record.load.queued_at)
         ]
         assert sum(planner._loading) == sum(loading)
 

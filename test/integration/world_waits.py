@@ -10,8 +10,8 @@ QUARTER_MORE = 1.25
 LOOKED_AT = 8
 """Of the requests that wait, in one step: the others are asked in their turn."""
 GRACE_S = 0.05
-"""From the first question beyond the bound. A request may yield to others for a moment, and of what
-has arrived SGLang hears once its thread has run."""
+"""From the first question beyond the bound. Of what has arrived SGLang
+hears once its thread has run."""
 
 
 class BoundedWaits:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from typing import Any
 
 import numpy as np
 
-from sglang_tiered.integration.observe.stats import (
-    HintStats,
-    ObjectTierStats,
-    PeerTierStats,
-    PlannerStats,
-    ProcessStats,
-    SpillStats,
-    TierReads,
-    WaitStats,
-)
+from sglang_tiered.integration.cache.load_planner import LoadPlanner
 from sglang_tiered.integration.storage.machine_budget import BudgetStats
 from sglang_tiered.metrics import DurationCounts, Durations
 from sglang_tiered.policy.admission import Outcome
-from sglang_tiered.policy.cost_model import LoadDecision
+from sglang_tiered.policy.cost_model import CostModel, LoadDecision
 from sglang_tiered.policy.hints import HintEnd
 from sglang_tiered.policy.page_accounting import PageAccounting
+from sglang_tiered.policy.spill import SpillQueue
 from sglang_tiered.sharing.peer_tier import PeerStats
 from sglang_tiered.storage.base import Health, JobKind, Reason, TierStats
 from sglang_tiered.storage.bucket.engine import BucketStats
@@ -66,42 +60,47 @@ ENGINE = TierStats(
 HOST = PageAccounting(256, 64)
 HOST.note_written(np.arange(64))
 HOST.note_freed(np.arange(64))  # before it was stored
-STATS = ProcessStats(
-    nvme=ENGINE,
-    host=HOST,
-    spill=SpillStats(waiting_tokens=640, flight_tokens=64, num_backups_skipped=12),
-    planner=PlannerStats({LoadDecision.LOAD: 128}, None, {}),
-    reads=TierReads(timed(0.002, 0.25), 0.5, 1e9),
-    admission={Outcome.ADMITTED: 6, Outcome.DROPPED_BUDGET: 2},
-    write_budget_bytes=None,
-    object=None,
-    peer=None,
-    waits=WaitStats(timed(0.05), timed(0.0)),
-    holdings={
+PLANNER: LoadPlanner[Any] = LoadPlanner(CostModel(page_tokens=64, bytes_per_token=1024))
+STATS: dict[str, Any] = {
+    "build": {("1", "2"): 1},
+    "nvme": ENGINE,
+    "host": HOST,
+    "spill": SpillQueue(64, time.monotonic),
+    "copies": {"num_skipped": 12, "num_recovered": 0},
+    "planner": {**PLANNER.stats(), "load_decisions": {LoadDecision.LOAD: 128}},
+    "reads": {"durations": timed(0.002, 0.25), "busy_s": 0.5, "load_bytes_per_s": 1e9},
+    "admission": {Outcome.ADMITTED: 6, Outcome.DROPPED_BUDGET: 2},
+    "write_budget_bytes": None,
+    "waits": {"requests": timed(0.05), "loads": timed(0.0)},
+    "holdings": {
         tier: {"capacity_bytes": 8192, "capacity_tokens": 64, "held_bytes": 30, "held_tokens": 3}
         for tier in ("device", "host", "nvme")
     },
-    hints=HintStats(3, {HintEnd.LOADED: 1, HintEnd.WITHDRAWN: 1, HintEnd.EXPIRED: 0}, 640),
-    budget=BudgetStats(total_bytes=16384, floor_bytes=2048, borrowed_bytes=6144, due_bytes=0),
-    request_log_dropped=2,
-)
+    "hints": {
+        "num_begun": 3,
+        "ended": {HintEnd.LOADED: 1, HintEnd.WITHDRAWN: 1, HintEnd.EXPIRED: 0},
+        "num_tokens_loaded": 640,
+    },
+    "budget": BudgetStats(total_bytes=16384, floor_bytes=2048, borrowed_bytes=6144, due_bytes=0),
+    "request_log_dropped": 2,
+}
 NO_PASSES = ("bytes_in", "bytes_out", "num_breaker_opened", "num_passes", "num_full_listings")
 NO_PASSES += ("last_pass_s", "num_pages_vanished")
-BELOW = ObjectTierStats(
-    engine=dataclasses.replace(
+BELOW = {
+    "engine": dataclasses.replace(
         ENGINE,
         health=Health.MISS_ONLY,
         health_reason="the bucket answers 503",
         reasons={(JobKind.STORE, Reason.OK): 16},
     ),
-    bucket=BucketStats(
+    "bucket": BucketStats(
         requests={"get": 19},
         refused={"put": 0, "delete": 0},
         listed_bytes=20,
         **dict.fromkeys(("trouble", "last_error"), ""),  # type: ignore[arg-type]
         **dict.fromkeys(NO_PASSES, 0),  # type: ignore[arg-type]
     ),
-    moved=StackStats(
+    "moved": StackStats(
         num_promoted=1,
         num_promotions_dropped=2,
         num_recovered=8,
@@ -111,10 +110,10 @@ BELOW = ObjectTierStats(
         num_demotions_gone=6,
         demote_backlog=7,
     ),
-    reads=TierReads(timed(2.0), 18.0),
-)
-BESIDE = PeerTierStats(
-    tier=PeerStats(
+    "reads": {"durations": timed(2.0), "busy_s": 18.0, "load_bytes_per_s": None},
+}
+BESIDE = {
+    "tier": PeerStats(
         health=Health.RUNNING,
         health_reason="",
         is_discovering=True,
@@ -123,12 +122,12 @@ BESIDE = PeerTierStats(
         num_purges_told=17,
         num_purges_applied=18,
     ),
-    moved=RemoteStats(num_promoted=1, num_promotions_dropped=2, num_recovered=3),
-    reads=TierReads(timed(0.5), 11.0),
-)
+    "moved": RemoteStats(num_promoted=1, num_promotions_dropped=2, num_recovered=3),
+    "reads": {"durations": timed(0.5), "busy_s": 11.0, "load_bytes_per_s": None},
+}
 CODEC = EncodingStats(True, 4, 400, 300, 0.5, 3, 250, 0.25)
-FULL = dataclasses.replace(STATS, object=BELOW, peer=BESIDE, codec=CODEC)
+FULL = {**STATS, "object": BELOW, "peer": BESIDE, "codec": CODEC}
 
 
-def with_engine(**changed: object) -> ProcessStats:
-    return dataclasses.replace(STATS, nvme=dataclasses.replace(ENGINE, **changed))  # type: ignore[arg-type]
+def with_engine(**changed: object) -> dict[str, Any]:
+    return {**STATS, "nvme": dataclasses.replace(ENGINE, **changed)}  # type: ignore[arg-type]

@@ -59,15 +59,15 @@ def test_what_panels_select_by_exists() -> None:
     for text in expressions():
         for name, selectors in re.findall(rf"({PREFIX}\w+)\{{(.*?)\}}", text):
             metric = EXPORTED[name]
-            known = [(*one.labels, *keys) for one in metric.sources for keys in one.known]
+            known = [(*one.labels, *keys) for one in metric.sources for keys in one.known or [()]]
             by = ", ".join(re.findall(r"by \(([\w, ]+)\)", text))
             chosen = re.findall(r'(\w+)=~?"(.*?)"', selectors)
             labels = {label for label, _ in chosen} | set(filter(None, by.split(", ")))
             assert labels <= common | set(metric.labels), text
             for label, value in chosen:
                 if label in metric.labels and not value.startswith("$"):
-                    values = {keys[metric.labels.index(label)] for keys in known}
-                    values = set(metric.tiers) if label == "tier" else values
+                    at = metric.labels.index(label)
+                    values = {keys[at] for keys in known if at < len(keys)}
                     assert set(value.split("|")) <= values, text
     # Prometheus 2 sees ``sglang_`` where SGLang says ``sglang:``.
     collector = find_spec("sglang.srt.observability.metrics_collector")

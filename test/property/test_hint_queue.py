@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sglang_tiered.policy.hints import LIFE_S, Hint, HintQueue
 
 CAPACITY, MAX_HINTS = 100, 6
-CHAINS = st.integers(0, 9)
+CHAINS = st.sampled_from("abcdefghij")
 
 
 class HintMachine(RuleBasedStateMachine):
@@ -17,13 +17,13 @@ class HintMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = HintQueue[int](CAPACITY, max_hints=MAX_HINTS)
+        self.queue = HintQueue[Hint](CAPACITY, max_hints=MAX_HINTS)
         self.now = 0.0
-        self.active: list[int] = []  # in the order of their turns
-        self.told: dict[int, str] = {}
+        self.active: list[str] = []  # in the order of their turns
+        self.told: dict[str, str] = {}
 
     @rule(chain=CHAINS, wanted=st.integers(1, 150))
-    def hint(self, chain: int, wanted: int) -> None:
+    def hint(self, chain: str, wanted: int) -> None:
         if chain in self.active:
             return  # the caller has looked it up
         self.queue.remove(chain)
@@ -31,7 +31,7 @@ class HintMachine(RuleBasedStateMachine):
         assert room in (0, min(wanted, CAPACITY))
         self.told.pop(chain, None)
         if room:
-            self.queue.add(chain, room, self.now)
+            self.queue.add(Hint(chain), room, self.now)
             self.active.append(chain)
 
     @rule(num_tokens=st.integers(0, 200))
@@ -39,16 +39,16 @@ class HintMachine(RuleBasedStateMachine):
         hint = self.queue.next()
         if hint is not None:
             self.queue.served(hint, num_tokens)
-            self.active.remove(hint.chain)
+            self.active.remove(hint.name)
 
     @rule(chain=CHAINS)
-    def withdraw(self, chain: int) -> None:
+    def withdraw(self, chain: str) -> None:
         hint = self.queue.get(chain)
         if hint is not None and hint.is_active:
             self.drop(hint, "memory")
 
     @rule(chain=CHAINS)
-    def use(self, chain: int) -> None:
+    def use(self, chain: str) -> None:
         hint = self.queue.get(chain)
         if hint is not None and not hint.is_active:
             self.queue.remove(chain)
@@ -64,20 +64,23 @@ class HintMachine(RuleBasedStateMachine):
             if oldest.is_active:
                 self.drop(oldest, "over")
             else:
-                self.queue.remove(oldest.chain)
-                self.told.pop(oldest.chain, None)
+                self.queue.remove(oldest.name)
+                self.told.pop(oldest.name, None)
         raise AssertionError("lives do not end")
 
-    def drop(self, hint: Hint[int], why: str) -> None:
+    def drop(self, hint: Hint, why: str) -> None:
         self.queue.drop(hint, why, self.now)
-        self.active.remove(hint.chain)
-        self.told[hint.chain] = why
+        self.active.remove(hint.name)
+        self.told[hint.name] = why
 
     @invariant()
     def order_and_bounds(self) -> None:
-        self.queue.check_integrity()
+        hints = list(self.queue)
+        assert self.queue.num_tokens == sum(hint.num_tokens for hint in hints) <= CAPACITY
+        assert len(hints) == len(self.queue) <= MAX_HINTS
+        assert not any(hint.is_active and hint.why_dropped for hint in hints)
         hint = self.queue.next()
-        assert (None if hint is None else hint.chain) == (self.active[0] if self.active else None)
+        assert (None if hint is None else hint.name) == (self.active[0] if self.active else None)
         for chain, why in self.told.items():
             dropped = self.queue.get(chain)
             assert dropped is not None and dropped.why_dropped == why

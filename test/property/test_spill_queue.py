@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kit.books import check_spill_queue
 from sglang_tiered.policy import spill
 from sglang_tiered.policy.spill import NodeStore, SpillQueue
 
@@ -16,8 +17,8 @@ HOST = 1000
 MAX_WAITING = 12
 
 
-def store(num_tokens: int) -> NodeStore:
-    return NodeStore("chain", 0, num_tokens)
+def store(node: int, num_tokens: int) -> NodeStore[int]:
+    return NodeStore(node, 0, num_tokens)
 
 
 class SpillMachine(RuleBasedStateMachine):
@@ -32,7 +33,6 @@ class SpillMachine(RuleBasedStateMachine):
         self.sizes: dict[int, int] = {}
         self.flights: deque[tuple[int, int]] = deque()
         self.outcomes: dict[int, str] = {}  # of every node that left, once
-        self.pinned: set[int] = set()
         self.number = 0
 
     def teardown(self) -> None:
@@ -41,27 +41,24 @@ class SpillMachine(RuleBasedStateMachine):
     def leave(self, node: int, outcome: str) -> None:
         assert node in self.sizes and node not in self.outcomes
         self.outcomes[node] = outcome
-        self.pinned.discard(node)
 
     def waiting(self) -> set[int]:
         return self.sizes.keys() - self.outcomes.keys()
 
-    @rule(size=st.integers(1, 400), returned=st.booleans(), pin=st.booleans())
-    def add(self, size: int, returned: bool, pin: bool) -> None:
+    @rule(size=st.integers(1, 400), returned=st.booleans())
+    def add(self, size: int, returned: bool) -> None:
         self.number += 1
         self.sizes[self.number] = size
-        evicted = self.queue.add_node(self.number, store(size), returned=returned)
+        evicted = self.queue.add_node(store(self.number, size), returned=returned)
         if evicted is not None:
             self.leave(evicted, "evicted")
-        if pin:
-            self.queue.note_pin(self.number, size)
-            self.pinned.add(self.number)
 
     @rule(which=st.integers(0, 30), returned=st.booleans())
     def use_again(self, which: int, returned: bool) -> None:
         for node in sorted(self.waiting())[which : which + 1]:
             if returned:
-                assert self.queue.add_node(node, store(self.sizes[node]), returned=True) is None
+                again = store(node, self.sizes[node])
+                assert self.queue.add_node(again, returned=True) is None
             else:
                 self.queue.promote_node(node)
 
@@ -79,27 +76,22 @@ class SpillMachine(RuleBasedStateMachine):
             # Nobody starves: with nothing in flight and no loads, whoever waits is taken.
             assert self.flights or loads_wait or not self.waiting()
             return
-        node, size = taken[0], taken[1].num_tokens
+        node, size = taken.node, taken.num_tokens
         self.leave(node, "taken")
         assert size == self.sizes[node]
         num_flights = len(self.flights)
         assert num_flights < spill.MIN_FLIGHTS or before + size <= self.queue.limit_tokens
         self.flights.append((node, size))
-        self.queue.note_flight(node, node, store(size))
+        self.queue.note_flight(node, taken)
 
     @precondition(lambda self: self.flights)
     @rule(waited_s=st.floats(0, 3))
     def finish(self, waited_s: float) -> None:
         node, _ = self.flights.popleft()
-        ended = self.queue.pop_ended([each for each, _ in self.flights])
-        assert [flight.node for flight in ended] == [node]
+        ended = self.queue.end_flight(node)
+        assert ended is not None and ended.node == node
+        assert self.queue.end_flight(node) is None
         self.queue.adapt_limit(waited_s)
-
-    @rule()
-    def unpin(self) -> None:
-        node = self.queue.unpin_one()
-        assert (node is None) == (not self.pinned)
-        self.pinned -= {node}
 
     @rule(seconds=st.floats(0, 5))
     def wait(self, seconds: float) -> None:
@@ -123,13 +115,12 @@ class SpillMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if not hasattr(self, "queue"):
             return
-        self.queue.check_integrity()
+        check_spill_queue(self.queue)
         waiting = self.waiting()
         assert len(self.queue) == len(waiting) <= MAX_WAITING
         assert all(node in self.queue for node in waiting)
         assert self.queue.waiting_tokens == sum(self.sizes[node] for node in waiting)
         assert self.queue.flight_tokens == sum(size for _, size in self.flights)
-        assert self.queue.pinned_tokens == sum(self.sizes[node] for node in self.pinned)
 
 
 TestSpillQueue = SpillMachine.TestCase

@@ -32,7 +32,7 @@ all that wants to hear of it, in order. For SGLang 0.5.23.
 | disaggregation.utils.TransferBackend | member | the enum of their names is closed too |
 | DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows). And the manager learns the stream of forwards, which may still write what a room is given |
 | DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | SGLang promises prefill the pages that storage holds before they are loaded, and fails the request when fewer arrive; ``decode_loads`` loads first |
-| Scheduler._prefetch_kvcache | BEFORE | what is noted of a request begins here (``observe.stories``); with priorities, requests and their loads go first that have a higher one, of which SGLang tells the cache nothing; and which requests may be computed in chunks of ours, of which the cache hears nothing |
+| Scheduler._prefetch_kvcache | AROUND | what is noted of a request begins here (``observe.stories``); with priorities, requests and their loads go first that have a higher one, of which SGLang tells the cache nothing; which requests may be computed in chunks of ours, of which the cache hears nothing; and for one with embedding overrides SGLang would load a prefix that it never matches |
 | PrefillAdder.{_select_prefill_admission, add_chunked_req} | AROUND | a chunk of a front ends where it is expected to meet its back, which SGLang knows no reason for; and then nobody else may be chunked in the same batch (``cache.yielding``) |
 | PrefillAdder._commit_prefill_admission, Scheduler.stash_chunked_request | AFTER | a request whose back has arrived gives its row back at a chunk boundary: SGLang matches a chunked request against the tree no more |
 | hybrid_pool_assembler.HybridCacheController | another class, while a cache is built | SGLang makes its controller by this name alone, and its threads store one node and load one prefix at a time, 128 pages a call (``storage.controller``) |
@@ -156,6 +156,7 @@ class Hooks:
             f"{_SCHEDULER}.run_batch": self._clock.around_run,
             f"{_SCHEDULER}.process_batch_result": self.around_result,
             f"{_SCHEDULER}.on_idle": self.around_idle,
+            f"{_SCHEDULER}._prefetch_kvcache": self.around_prefetch,
             f"{_ADDER}._select_prefill_admission": yielding.around_select,
             f"{_ADDER}.add_chunked_req": yielding.around_add_chunked,
             f"{_CACHE}.pool_host.base.ranks_per_host": self.around_ranks_per_host,
@@ -166,7 +167,6 @@ class Hooks:
             f"{_DISAGGREGATION}.utils.get_kv_class": self.around_get_kv_class,
         }
         before: dict[str, Callable[..., Any]] = {
-            f"{_SCHEDULER}._prefetch_kvcache": self.before_prefetch,
             f"{_TOKENIZER}.generate_request": _before_generating,
             f"{_TOKENIZER}._tokenize_one_request": _before_tokenizing,
             f"{_TOKENIZER}._dispatch_to_scheduler": request_rooms.before_dispatch,
@@ -269,21 +269,26 @@ class Hooks:
 
     # ---- Of a scheduler ----
 
-    def before_prefetch(self, scheduler: Any, req: Any, *_: Any) -> None:
+    def around_prefetch(
+        self, original: Callable[..., Any], scheduler: Any, req: Any, *rest: Any, **named: Any
+    ) -> Any:
         from sglang.srt.runtime_context import get_memory
 
         cache = _cache_of(scheduler)
-        if cache is None or cache.tiering is None:
-            return
-        tiering = cache.tiering
-        tiering.notes.arrives(scheduler, req)
-        has_rank = scheduler.enable_priority_scheduling
-        tiering.loads.comes(
-            req,
-            get_memory().hicache_storage_prefetch_retry_max_attempts,
-            scheduler.policy.priority_sign * (req.priority or 0) if has_rank else 0,
-        )
-        self._yielding.comes(scheduler, req, tiering.returns)
+        tiering = None if cache is None else cache.tiering
+        if tiering is not None:
+            tiering.notes.arrives(scheduler, req)
+        if cache is not None and req.positional_embed_overrides is not None:
+            return None
+        if tiering is not None:
+            has_rank = scheduler.enable_priority_scheduling
+            tiering.loads.comes(
+                req,
+                get_memory().hicache_storage_prefetch_retry_max_attempts,
+                scheduler.policy.priority_sign * (req.priority or 0) if has_rank else 0,
+            )
+            self._yielding.comes(scheduler, req, tiering.planner.loads)
+        return original(scheduler, req, *rest, **named)
 
     def around_result(
         self, original: Callable[..., Any], scheduler: Any, batch: Any, result: Any

@@ -55,7 +55,12 @@ from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.disaggregation.handoffs import WeightUpdate
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.observe.exporter import state_of
-from sglang_tiered.integration.observe.stats import holdings, manager_of, transfer_stats
+from sglang_tiered.integration.observe.stats import (
+    health_reasons,
+    holdings,
+    manager_of,
+    transfer_stats,
+)
 from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.metrics import METRICS, TRANSFER_METRICS
 from sglang_tiered.policy.server_costs import NOT_IDLE
@@ -318,9 +323,8 @@ def _holds_kv(tree: Any) -> bool:
 def _state_of(cache: TieredRadixCache) -> dict[str, Any]:
     """Return what ``/server_info`` shows of the tiers."""
     state: dict[str, Any] = {"tiers": holdings(cache)}
-    if cache.storage is not None:
-        stats = cache.process_stats()
-        state |= state_of(METRICS, stats)
-        for name, reason in stats.health_reasons().items():
-            state[f"tier_unhealthy_because:{name}"] = reason
+    stats = cache.process_stats()
+    state |= state_of(METRICS, stats)
+    for name, reason in health_reasons(stats).items():
+        state[f"tier_unhealthy_because:{name}"] = reason
     return state

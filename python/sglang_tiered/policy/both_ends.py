@@ -12,7 +12,7 @@ Pure: tokens and seconds in, decisions out. Positions are tokens of the prompt.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.policy.cost_model import MAX_OWN_LOSS, LoadPlan
@@ -131,23 +131,19 @@ def _front_s(costs: CostModel, start: int, end: int) -> float:
     return costs.prefill.prices[0] + costs.prefill.seconds(end - start, start)
 
 
-class BackLeft:
+class BackLeft(NamedTuple):
     """What is still to come of the back. ``starts`` of its segments ascend; each ends where the
     next begins, the last at ``end``. ``left`` are the tokens by tier of each."""
 
-    def __init__(self, starts: Sequence[int], end: int, left: Sequence[Sequence[int]]) -> None:
-        self.starts = starts
-        self.end = end
-        self._left = left
+    starts: Sequence[int]
+    end: int
+    left: Sequence[Sequence[int]]
 
-    def seconds(self, costs: CostModel, start: int, ahead: Sequence[int] = ()) -> float:
+    def seconds(self, costs: CostModel, start: int) -> float:
         """Return the time until every segment that begins at ``start`` or later has arrived."""
-        totals = [0] * len(costs.transfers)
-        for each, left in zip(self.starts, self._left, strict=True):
-            if each >= start:
-                for tier, num_tokens in enumerate(left):
-                    totals[tier] += num_tokens
-        return costs.load_seconds(totals, ahead) if any(totals) else 0.0
+        parts = self.left[bisect_left(self.starts, start) :]
+        totals = [sum(tokens) for tokens in zip(*parts, strict=True)]
+        return costs.load_seconds(totals) if any(totals) else 0.0
 
 
 def end_of_chunk(costs: CostModel, back: BackLeft, start: int) -> int | None:

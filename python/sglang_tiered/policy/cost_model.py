@@ -316,15 +316,10 @@ class CostModel:
         self.prefill = PrefillCost() if prefill is None else prefill
         self.transfers = (*transfers, *map(TransferCost, PRIORS[len(transfers) :]))
 
-    @property
-    def transfer(self) -> TransferCost:
-        """The cost of loads from the nearest tier."""
-        return self.transfers[0]
-
     def load_seconds(self, parts: Sequence[int], ahead: Sequence[int] = ()) -> float:
         """Return the time until ``parts`` (tokens by tier) have arrived, behind the tokens of other
         loads. Loads follow each other; the parts of one load run side by side."""
-        own_s = max(self._part_seconds(parts), default=self.transfer.seconds(0))
+        own_s = max(self._part_seconds(parts), default=self.transfers[0].seconds(0))
         return own_s + sum(self._part_seconds(ahead))
 
     def _part_seconds(self, parts: Sequence[int]) -> list[float]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from sglang_tiered.policy.cost_model import LoadPlan
 
@@ -35,8 +35,6 @@ __all__ = [
     "piece_length",
     "short_piece",
 ]
-
-Chain = TypeVar("Chain")
 
 PIECE_TOKENS = 2048
 
@@ -92,34 +90,42 @@ def short_piece(lengths: Sequence[int], plan_of: Callable[[int], LoadPlan]) -> i
 
 
 @dataclass(slots=True, eq=False)
-class Hint(Generic[Chain]):
-    """One hint. ``until``: when its life ends, by the clock of this rank."""
+class Hint:
+    """One hint, by the hash of its last page. ``until``: when its life ends, by the clock of this
+    rank."""
 
-    chain: Chain
-    number: int
-    num_tokens: int  # of the bound: what is to be loaded, or was and has not been used
-    until: float
-    is_active: bool = True
+    name: str
+    number: int = 0
+    num_tokens: int = 0  # of the bound: what is to be loaded, or was and has not been used
+    until: float = 0.0
+    is_active: bool = False
     num_passed: int = 0  # how often others went before it, since it could not be loaded
     why_dropped: str = ""  # empty while it is served, and once all that pays was loaded
 
 
-class HintQueue(Generic[Chain]):
+SomeHint = TypeVar("SomeHint", bound=Hint)
+
+
+class HintQueue(Generic[SomeHint]):
     """The hints of one scheduler, at most ``capacity`` tokens of them. See the module docstring."""
 
     def __init__(self, capacity: int, *, max_hints: int = MAX_HINTS) -> None:
         self.capacity = capacity
         self._max_hints = max_hints
-        self._hints: OrderedDict[Chain, Hint[Chain]] = OrderedDict()  # as their lives end
+        self._hints: OrderedDict[str, SomeHint] = OrderedDict()  # as their lives end
         self._num_begun = 0
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._hints)
 
-    def get(self, chain: Chain) -> Hint[Chain] | None:
+    def __iter__(self) -> Iterator[SomeHint]:
+        """Those whose life has not ended, as it does; they may be removed meanwhile."""
+        return iter(list(self._hints.values()))
+
+    def get(self, name: str) -> SomeHint | None:
         """Return the hint of a chain whose life has not ended, or what became of it."""
-        return self._hints.get(chain)
+        return self._hints.get(name)
 
     def room_for(self, num_tokens: int) -> int:
         """Return how many of ``num_tokens`` a hint may load now: all of them, or as many as all
@@ -128,49 +134,43 @@ class HintQueue(Generic[Chain]):
         has_room = len(self._hints) < self._max_hints and self.num_tokens + wanted <= self.capacity
         return wanted if has_room else 0
 
-    def add(self, chain: Chain, num_tokens: int, now: float) -> Hint[Chain]:
+    def add(self, hint: SomeHint, num_tokens: int, now: float) -> None:
         """Begin a hint in place of an earlier one of that chain. The caller has asked
         ``room_for``."""
-        self.remove(chain)
+        self.remove(hint.name)
         self._num_begun += 1
-        hint = Hint(chain, self._num_begun, num_tokens, now + LIFE_S)
-        self._hints[chain] = hint
-        self.num_tokens += num_tokens
-        return hint
+        hint.number, hint.num_tokens, hint.is_active = self._num_begun, num_tokens, True
+        self._keep(hint, now)
 
-    def next(self) -> Hint[Chain] | None:
+    def _keep(self, hint: SomeHint, now: float) -> None:
+        hint.until = now + LIFE_S
+        self._hints[hint.name] = hint
+        self.num_tokens += hint.num_tokens
+
+    def next(self) -> SomeHint | None:
         """Return the hint that is served now: of those that are active the one that was passed the
         fewest times, and of equal ones the first."""
         active = (hint for hint in self._hints.values() if hint.is_active)
         return min(active, key=lambda hint: hint.num_passed, default=None)
 
-    def served(self, hint: Hint[Chain], num_tokens: int) -> None:
+    def served(self, hint: SomeHint, num_tokens: int) -> None:
         """Note that nothing is left to load for a hint, which brought so many tokens."""
         num_tokens = min(num_tokens, hint.num_tokens)
         self.num_tokens += num_tokens - hint.num_tokens
         hint.is_active, hint.num_tokens = False, num_tokens
 
-    def drop(self, hint: Hint[Chain], why: str, now: float) -> None:
+    def drop(self, hint: SomeHint, why: str, now: float) -> None:
         """Serve a hint no longer. What it loaded so far is as anybody's from now on."""
-        self.remove(hint.chain)
+        self.remove(hint.name)
         hint.is_active, hint.why_dropped, hint.num_tokens = False, why, 0
-        hint.until = now + LIFE_S
-        self._hints[hint.chain] = hint
+        self._keep(hint, now)
 
-    def oldest(self) -> Hint[Chain] | None:
+    def oldest(self) -> SomeHint | None:
         """Return the hint whose life ends next."""
         return next(iter(self._hints.values()), None)
 
-    def remove(self, chain: Chain) -> None:
-        """Drop a chain: it was used, or its life has ended. Unknown ones are ignored."""
-        hint = self._hints.pop(chain, None)
+    def remove(self, name: str) -> None:
+        """Drop a hint: it was used, or its life has ended. Unknown ones are ignored."""
+        hint = self._hints.pop(name, None)
         if hint is not None:
             self.num_tokens -= hint.num_tokens
-
-    def check_integrity(self) -> None:
-        """Raise ``AssertionError`` when the books do not balance."""
-        hints = list(self._hints.values())
-        assert self.num_tokens == sum(hint.num_tokens for hint in hints), self.num_tokens
-        assert self.num_tokens <= self.capacity
-        assert len(hints) <= self._max_hints
-        assert all(not hint.is_active or not hint.why_dropped for hint in hints)

@@ -6,8 +6,8 @@ not an error; it is a prefill to come, and the counters say which limit caused i
 
 One byte a page. States of pages in the tree are set by the scheduler thread (written, loaded,
 freed) and by the storage thread (stored, or not). Both work on different pages at any time, since
-SGLang keeps the pages of a store allocated until the scheduler has taken its result. Each counter
-is written by one thread only. Nothing blocks.
+SGLang keeps the pages of a store allocated until the scheduler has taken its result. Pages that
+left are counted by the scheduler thread alone. Nothing blocks.
 """
 
 from __future__ import annotations
@@ -77,13 +77,12 @@ class PageAccounting:
         self._page_size = page_size
         self._states: NDArray[np.uint8] = np.full(num_tokens // page_size, _FREE, dtype=np.uint8)
         self._left = np.zeros(len(_OUTCOMES), dtype=np.int64)
-        self._num_dirtied = 0  # scheduler thread: written, less dirty ones that left
-        self._num_cleaned = 0  # storage thread
 
     @property
     def num_dirty(self) -> int:
-        """Return the number of pages in host memory that NVMe does not hold."""
-        return self._num_dirtied - self._num_cleaned
+        """Count the pages in host memory that NVMe does not hold."""
+        clean = EvictionOutcome.CLEAN.code
+        return int(np.count_nonzero((self._states != _FREE) & (self._states != clean)))
 
     @property
     def left(self) -> dict[EvictionOutcome, int]:
@@ -99,9 +98,7 @@ class PageAccounting:
 
     def note_written(self, host_indices: ArrayLike) -> None:
         """Note that device memory is copied to these slots; their store has not begun."""
-        pages = self._pages(host_indices)
-        self._states[pages] = EvictionOutcome.LOST_WAITING.code
-        self._num_dirtied += len(pages)
+        self._states[self._pages(host_indices)] = EvictionOutcome.LOST_WAITING.code
 
     def note_loaded(self, host_indices: ArrayLike) -> None:
         """Note that these slots were filled from NVMe and belong to the tree now."""
@@ -110,13 +107,9 @@ class PageAccounting:
     def note_freed(self, host_indices: ArrayLike) -> None:
         """Note that the tree evicted what was in these slots."""
         pages = self._pages(host_indices)
-        states = self._states[pages]
-        counts = np.bincount(states, minlength=_FREE + 1)
+        counts = np.bincount(self._states[pages], minlength=_FREE + 1)
         self._left += counts[: len(_OUTCOMES)]
         self._left[EvictionOutcome.LOST_UNOFFERED.code] += counts[_FREE]
-        self._num_dirtied -= (
-            len(pages) - int(counts[EvictionOutcome.CLEAN.code]) - int(counts[_FREE])
-        )
         self._states[pages] = _FREE
 
     def note_never_written(self, num_tokens: int) -> None:
@@ -125,12 +118,10 @@ class PageAccounting:
 
     def note_flushed(self) -> None:
         """Count all pages as gone: the tree was emptied. No store may be under way."""
-        num_held = int(np.count_nonzero(self._states != _FREE))
         num_clean = int(np.count_nonzero(self._states == EvictionOutcome.CLEAN.code))
         self._left[EvictionOutcome.CLEAN.code] += num_clean
-        self._left[EvictionOutcome.LOST_FLUSHED.code] += num_held - num_clean
+        self._left[EvictionOutcome.LOST_FLUSHED.code] += self.num_dirty
         self._states[:] = _FREE
-        self._num_dirtied = self._num_cleaned
 
     # ---- Storage thread ----
 
@@ -138,16 +129,6 @@ class PageAccounting:
         """Note what a store made of its pages. CLEAN only if NVMe holds the page now."""
         pages = self._pages(host_indices)
         codes = np.array([outcome.code for outcome in outcomes], dtype=np.uint8)
-        clean = EvictionOutcome.CLEAN.code
-        before = self._states[pages]
-        # A page that was not reported as written (a tier attached late) was never counted as dirty.
-        self._num_cleaned += int(
-            np.count_nonzero((codes == clean) & (before != clean) & (before != _FREE))
-        )
-        self._num_cleaned -= int(np.count_nonzero((codes != clean) & (before == clean)))
-        self._states[pages] = np.where((before == _FREE) & (codes != clean), _FREE, codes)
-
-    def check_integrity(self) -> None:
-        """Raise ``AssertionError`` when the books do not balance; with no store under way."""
-        held = self._states[self._states != _FREE]
-        assert self.num_dirty == int(np.count_nonzero(held != EvictionOutcome.CLEAN.code))
+        # A page that was not reported as written (a tier attached late) does not count as dirty.
+        is_unknown = (self._states[pages] == _FREE) & (codes != EvictionOutcome.CLEAN.code)
+        self._states[pages] = np.where(is_unknown, _FREE, codes)

@@ -19,6 +19,10 @@ __all__ = ["WINDOW_S", "PrefillWork", "QueuePlace", "QueueWait"]
 HALF_LIFE = 16
 """Admissions after which one counts half."""
 
+MAX_RANKS = 32
+"""Ranks that are told apart: every plan looks at each. A request of a further one counts among
+those of the nearest."""
+
 PRIOR_AHEAD_S = 0.05
 """The weight of the first guess, that prefills follow each other and nothing else happens."""
 
@@ -27,10 +31,11 @@ WINDOW_S = 10
 """Seconds over which the busy share is taken."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Rank:
     """Describes the requests of one rank while any of it waits."""
 
+    rank: int
     num_waiting: int = 0
     total_s: float = 0.0  # prefill of those that wait
     gone_s: float = 0.0  # prefill of those that waited and do not any more
@@ -45,6 +50,7 @@ class QueuePlace:
     was_busy: bool
     equals_s: float  # prefill of those of its rank that were ahead or gone when it arrived
     own_s: float
+    equals: _Rank  # which it counts among
     rank: int
     number: int
     counts: bool = True  # it waits for nothing but its turn, so something is learnt from it
@@ -61,19 +67,20 @@ class QueueWait:
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
-        self._num_arrived = 0
+        self._num_waiting = self._num_arrived = 0
         self._kept = 0.5 ** (1 / HALF_LIFE)
         self._waited_s = self._ahead_s = PRIOR_AHEAD_S
         self._first_s, self._num_first = 0.0, 0.0  # of those with nobody ahead
         self._own_s, self._num_own = 0.0, 0.0  # prefill of those that were admitted
 
     def __len__(self) -> int:
-        return sum(rank.num_waiting for rank in self._ranks.values())
+        return self._num_waiting
 
     def seconds(self, place: QueuePlace | None = None, *, is_busy: bool, rank: int = 0) -> float:
         """The time until a request that waits is admitted, or one of ``rank`` that arrives now
         (``None``). ``is_busy``: a batch runs, for whose end even the first one waits."""
-        return self._wait_behind(self._ahead_of(rank, place), is_busy=is_busy)
+        equals = self._equals(rank) if place is None else place.equals
+        return self._wait_behind(self._ahead_of(equals, place), is_busy=is_busy)
 
     def longest_s(self, *, is_busy: bool) -> float:
         """The time until all that wait are admitted."""
@@ -88,13 +95,17 @@ class QueueWait:
     def _wait_behind(self, ahead_s: float, *, is_busy: bool) -> float:
         return self._turn_s * is_busy + max(0.0, ahead_s) * self._waited_s / self._ahead_s
 
-    def _ahead_of(self, rank: int, place: QueuePlace | None) -> float:
-        """The prefill ahead of a place, or of one of ``rank`` that is taken now."""
-        rank = rank if place is None else place.rank
-        ahead_s = sum(each.total_s for of, each in self._ranks.items() if of < rank)
-        equals = self._ranks.get(rank)
-        if equals is None:
-            return ahead_s
+    def _equals(self, rank: int) -> _Rank:
+        """Those that a request of ``rank`` counts among."""
+        if rank in self._ranks:
+            return self._ranks[rank]
+        if len(self._ranks) < MAX_RANKS:
+            return _Rank(rank)
+        return self._ranks[min(self._ranks, key=lambda each: abs(each - rank))]
+
+    def _ahead_of(self, equals: _Rank, place: QueuePlace | None) -> float:
+        """The prefill ahead of a place among those, or of one that is taken now."""
+        ahead_s = sum(each.total_s for rank, each in self._ranks.items() if rank < equals.rank)
         if place is None:
             return ahead_s + equals.total_s
         # Those that left in the meantime were ahead, or are taken to have been.
@@ -111,22 +122,24 @@ class QueueWait:
         """Note a request with ``own_s`` of prefill that arrived, while a batch ran or not; or that
         was looked at again, and keeps its ``place``. Returns its place."""
         if place is None:
-            ahead_s = self._ahead_of(rank, None)
-            equals = self._ranks.setdefault(rank, _Rank())
+            equals = self._equals(rank)
             place = QueuePlace(
                 arrived_at=now,
-                ahead_s=ahead_s,
+                ahead_s=self._ahead_of(equals, None),
                 was_busy=is_busy,
                 equals_s=equals.total_s + equals.gone_s,
                 own_s=own_s,
+                equals=equals,
                 rank=rank,
                 number=self._num_arrived,
             )
+            self._ranks[equals.rank] = equals
             self._num_arrived += 1
+            self._num_waiting += 1
             equals.num_waiting += 1
             equals.total_s += own_s
             return place
-        equals = self._ranks[place.rank]
+        equals = place.equals
         equals.total_s += own_s - place.own_s
         equals.gone_s -= own_s - place.own_s  # for those behind, which counted it as it was
         place.own_s = own_s
@@ -149,16 +162,18 @@ class QueueWait:
 
     def leaves(self, place: QueuePlace) -> None:
         """Note that a request waits no more, whose turn need not have come."""
-        equals = self._ranks[place.rank]
+        equals = place.equals
+        self._num_waiting -= 1
         equals.num_waiting -= 1
         equals.total_s -= place.own_s
         equals.gone_s += place.own_s
         if equals.num_waiting == 0:
-            del self._ranks[place.rank]  # and with it what rounding left over
+            del self._ranks[equals.rank]  # and with it what rounding left over
 
     def clear(self) -> None:
         """Drop all requests, but not how fast they went."""
         self._ranks.clear()
+        self._num_waiting = 0
 
 
 class PrefillWork:

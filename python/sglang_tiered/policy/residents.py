@@ -118,12 +118,6 @@ class ResidentSet(Generic[Chain]):
             self.num_tokens += num_tokens
         return ChainOffer(accepted, dismissed + replaced * accepted)
 
-    def price_chain(self, chain: Chain, cost: float) -> None:
-        """Set what a token of a chain costs to bring back, if it is a resident."""
-        resident = self._residents.get(chain)
-        if resident is not None:
-            resident.cost = cost
-
     def _make_room(self, num_tokens: int, last_used: int | None, cost: float) -> list[Chain]:
         """Dismiss residents worth less than a chain last used then, or never seen before."""
         is_trial = False

@@ -16,10 +16,6 @@ begins. While the disk is idle that is the same moment. Under load three rules a
   With 0.6 and 0.9 of the writes the differences shrink, and no other order was better by more than
   0.3.
 
-Preferred survivors: waiting nodes are pinned up to a limit that the caller gives, so that host
-eviction takes clean pages first. What is worth least loses its pin first: the oldest that never
-came back. A node without a pin may be evicted while it waits; that is a loss, and a bounded one.
-
 Pure bookkeeping for one scheduler: no I/O, not thread-safe, the clock is passed in. Sizes are
 tokens. Every node that was added leaves exactly once: taken (``take_next_node``), evicted
 (returned by ``add_node``), discarded or cleared by the caller.
@@ -27,15 +23,14 @@ tokens. Every node that was added leaves exactly once: taken (``take_next_node``
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable
 
-__all__ = ["Flight", "NodeStore", "SpillQueue"]
+__all__ = ["NodeStore", "SpillQueue"]
 
 Node = TypeVar("Node")
 
@@ -52,32 +47,18 @@ MAX_WAITING = 16_384
 
 
 @dataclass(slots=True)
-class NodeStore:
+class NodeStore(Generic[Node]):
     """Describes the store of a node, as the node was when it was offered."""
 
-    chain: str  # hash of its last page, which names everything up to it
+    node: Node
     path_start: int
     path_end: int
     num_retries: int = 0
-    due: float = 0.0  # when it may be offered again
-    hashes: Sequence[str] = ()  # of all its pages, while it is under way
+    since: float = 0.0  # it waits; or, once it was dropped, until when it is not offered again
 
     @property
     def num_tokens(self) -> int:
         return self.path_end - self.path_start
-
-
-@dataclass(slots=True)
-class _WaitingStore:
-    store: NodeStore
-    since: float
-
-
-class Flight(NamedTuple, Generic[Node]):
-    """Describes a store that was handed over."""
-
-    node: Node
-    store: NodeStore
 
 
 class SpillQueue(Generic[Node]):
@@ -90,11 +71,10 @@ class SpillQueue(Generic[Node]):
         self._host_tokens = host_tokens
         self._clock = clock
         # By value: what came back before what did not; oldest first in each.
-        self._waiting: tuple[OrderedDict[Node, _WaitingStore], ...] = (OrderedDict(), OrderedDict())
-        self._pinned: tuple[OrderedDict[Node, int], ...] = (OrderedDict(), OrderedDict())
+        self._waiting: tuple[OrderedDict[Node, NodeStore[Node]], ...]
+        self._waiting = OrderedDict(), OrderedDict()
         self.waiting_tokens = 0
-        self.pinned_tokens = 0
-        self._flights: dict[int, Flight[Node]] = {}  # oldest first
+        self._flights: dict[int, NodeStore[Node]] = {}
         self._num_flights_of: Counter[Node] = Counter()
         self.flight_tokens = 0
         # What may be in flight; ``MIN_FLIGHTS`` larger stores always may.
@@ -117,16 +97,18 @@ class SpillQueue(Generic[Node]):
         """Whether a node waits for its store, or for the end of it."""
         return node in self or node in self._num_flights_of
 
-    def add_node(self, node: Node, store: NodeStore, *, returned: bool) -> Node | None:
+    def add_node(self, store: NodeStore[Node], *, returned: bool) -> Node | None:
         """Let a node wait; return the node that is evicted for it, if one is.
 
         ``returned`` says that its content was used again, or computed again after it was lost. A
         node that waits already keeps its place, or gets a better one, and its store is this one.
         """
+        node = store.node
         if node in self:
             waiting = self._waiting[node in self._waiting[1]]
-            self.waiting_tokens += store.num_tokens - waiting[node].store.num_tokens
-            waiting[node].store = store
+            self.waiting_tokens += store.num_tokens - waiting[node].num_tokens
+            store.since = waiting[node].since
+            waiting[node] = store
             if returned:
                 self.promote_node(node)
             return None
@@ -134,51 +116,46 @@ class SpillQueue(Generic[Node]):
         if len(self) >= MAX_WAITING:
             evicted = next(iter(self._waiting[0] or self._waiting[1]))
             self.discard_node(evicted)
-        self._waiting[returned][node] = _WaitingStore(store, self._clock())
+        store.since = self._clock()
+        self._waiting[returned][node] = store
         self.waiting_tokens += store.num_tokens
         return evicted
 
     def promote_node(self, node: Node) -> None:
         """Put a node that was used again among those that go first. Ignores nodes that do not
         wait."""
-        entry = self._waiting[0].pop(node, None)
-        if entry is None:
-            return
-        self._waiting[1][node] = entry
-        num_pinned = self._pinned[0].pop(node, None)
-        if num_pinned is not None:
-            self._pinned[1][node] = num_pinned
+        store = self._waiting[0].pop(node, None)
+        if store is not None:
+            self._waiting[1][node] = store
 
     def discard_node(self, node: Node) -> bool:
-        """Drop a node and its pin from the queue; return whether it waited."""
-        entry = self._waiting[0].pop(node, None) or self._waiting[1].pop(node, None)
-        if entry is None:
+        """Drop a node from the queue; return whether it waited."""
+        store = self._waiting[0].pop(node, None) or self._waiting[1].pop(node, None)
+        if store is None:
             return False
-        self.waiting_tokens -= entry.store.num_tokens
-        self._drop_pin(node)
+        self.waiting_tokens -= store.num_tokens
         return True
 
     def clear(self) -> None:
         """Drop all nodes and flights: the tier was emptied."""
-        for waiting, pinned in zip(self._waiting, self._pinned, strict=True):
+        for waiting in self._waiting:
             waiting.clear()
-            pinned.clear()
         self._flights.clear()
         self._num_flights_of.clear()
-        self.waiting_tokens = self.pinned_tokens = self.flight_tokens = 0
+        self.waiting_tokens = self.flight_tokens = 0
 
     # ---- Whose turn it is ----
 
-    def take_next_node(self, *, loads_wait: bool) -> tuple[Node, NodeStore] | None:
+    def take_next_node(self, *, loads_wait: bool) -> NodeStore[Node] | None:
         """Take the node whose store shall begin now out of the queue; None when no store shall."""
         source = self._waiting[1] or self._waiting[0]
         if not source:
             return None
-        node, entry = next(iter(source.items()))
-        if not self._may_begin(entry.store.num_tokens, loads_wait=loads_wait):
+        store = next(iter(source.values()))
+        if not self._may_begin(store.num_tokens, loads_wait=loads_wait):
             return None
-        self.discard_node(node)
-        return node, entry.store
+        self.discard_node(store.node)
+        return store
 
     def _may_begin(self, num_tokens: int, *, loads_wait: bool) -> bool:
         dirty = self.waiting_tokens + self.flight_tokens
@@ -192,7 +169,7 @@ class SpillQueue(Generic[Node]):
 
     def _oldest_wait_s(self) -> float:
         heads = (next(iter(waiting.values())) for waiting in self._waiting if waiting)
-        return self._clock() - min(entry.since for entry in heads)
+        return self._clock() - min(store.since for store in heads)
 
     # ---- What is in flight ----
 
@@ -200,23 +177,21 @@ class SpillQueue(Generic[Node]):
     def has_flights(self) -> bool:
         return bool(self._flights)
 
-    def note_flight(self, operation: int, node: Node, store: NodeStore) -> None:
+    def note_flight(self, operation: int, store: NodeStore[Node]) -> None:
         """Note that a store was handed over."""
-        self._flights[operation] = Flight(node, store)
-        self._num_flights_of[node] += 1
+        self._flights[operation] = store
+        self._num_flights_of[store.node] += 1
         self.flight_tokens += store.num_tokens
 
-    def pop_ended(self, ongoing: Container[int]) -> list[Flight[Node]]:
-        """Take out and return the stores that are done: all before the first ongoing operation, as
-        they end in the order they began."""
-        ended = list(itertools.takewhile(lambda each: each not in ongoing, self._flights))
-        flights = [self._flights.pop(operation) for operation in ended]
-        for flight in flights:
-            self.flight_tokens -= flight.store.num_tokens
-            self._num_flights_of[flight.node] -= 1
-            if not self._num_flights_of[flight.node]:
-                del self._num_flights_of[flight.node]
-        return flights
+    def end_flight(self, operation: int) -> NodeStore[Node] | None:
+        """Take out and return a store that has ended; None of one that is unknown."""
+        store = self._flights.pop(operation, None)
+        if store is not None:
+            self.flight_tokens -= store.num_tokens
+            self._num_flights_of[store.node] -= 1
+            if not self._num_flights_of[store.node]:
+                del self._num_flights_of[store.node]
+        return store
 
     def adapt_limit(self, waited_s: float) -> None:
         """Adapt the limit after operations ended, the last of which had waited that long to
@@ -228,41 +203,3 @@ class SpillQueue(Generic[Node]):
                 self.limit_tokens = max(self._host_tokens * MIN_SHARE, self.limit_tokens / 2)
         elif not self._flights and self:
             self.limit_tokens = min(self._host_tokens * MAX_SHARE, self.limit_tokens * 2)
-
-    # ---- Which stay in host memory while they wait ----
-
-    def note_pin(self, node: Node, num_tokens: int) -> None:
-        """Note that the caller pinned a waiting node."""
-        for waiting, pinned in zip(self._waiting, self._pinned, strict=True):
-            if node in waiting and node not in pinned:
-                pinned[node] = num_tokens
-                self.pinned_tokens += num_tokens
-
-    def unpin_one(self) -> Node | None:
-        """Return the least valuable pinned node, which the caller unpins; it waits on without a
-        pin."""
-        for pinned in self._pinned:
-            if pinned:
-                node = next(iter(pinned))
-                self._drop_pin(node)
-                return node
-        return None
-
-    def _drop_pin(self, node: Node) -> None:
-        for pinned in self._pinned:
-            self.pinned_tokens -= pinned.pop(node, 0)
-
-    def check_integrity(self) -> None:
-        """Raise ``AssertionError`` when the books do not balance."""
-        waiting = [entry for queue in self._waiting for entry in queue.values()]
-        assert self.waiting_tokens == sum(entry.store.num_tokens for entry in waiting)
-        assert self.pinned_tokens == sum(sum(pinned.values()) for pinned in self._pinned)
-        flights = self._flights.values()
-        assert self.flight_tokens == sum(flight.store.num_tokens for flight in flights)
-        assert self._num_flights_of == Counter(flight.node for flight in flights)
-        assert not self._waiting[0].keys() & self._waiting[1].keys()
-        for queue, pinned in zip(self._waiting, self._pinned, strict=True):
-            assert pinned.keys() <= queue.keys()
-        low, high = self._host_tokens * MIN_SHARE, self._host_tokens * MAX_SHARE
-        assert low <= self.limit_tokens <= high, (low, self.limit_tokens, high)
-        assert len(self) <= MAX_WAITING

@@ -9,10 +9,25 @@ from sglang_tiered.flags import format_bytes
 if TYPE_CHECKING:
     from sglang_tiered.request_log import RequestRecord, TierLoad
 
-__all__ = ["GENERATE", "OTHERS", "PREFILL", "QUEUE", "REST", "cause", "parts"]
+__all__ = ["NAMES", "cause", "parts", "seconds"]
 
 QUEUE, PREFILL, OTHERS, REST, GENERATE = "queue", "prefill", "prefills", "rest", "generate"
 """Parts of a request's time beside its waits, which are called by what was waited for."""
+
+NAMES = {
+    QUEUE: "waited in the queue",
+    "ranks": "waited for the other ranks to agree on its load",
+    "window": "waited for other loads to leave it room",
+    "stores": "waited for stores to leave host memory",
+    "copies": "waited for host copies of what comes before",
+    "load": "waited for its load",
+    "others": "waited for a load of another request that was nearly there",
+    "back": "waited for its back while its front was computed",
+    PREFILL: "computed its prompt",
+    OTHERS: "waited for prefills of other requests before its first token",
+    REST: "other work between its batches and its first token",
+    GENERATE: "generated the rest",
+}
 
 _GIVEN_UP = {
     "late": "computing the rest was sooner by then",
@@ -22,13 +37,6 @@ _GIVEN_UP = {
     "refused": "host memory was short",
     "no_host_path": "what comes before has no host copy",
     "revoked": "host memory was short",
-}
-_WAITS = {
-    "ranks": "waited for the other ranks to agree on its load",
-    "window": "waited for other loads to leave it room",
-    "stores": "waited for stores to leave host memory",
-    "copies": "waited for host copies of what comes before",
-    "others": "waited for a load of another request that was nearly there",
 }
 
 
@@ -82,7 +90,7 @@ def cause(record: RequestRecord) -> str:
         until = seconds(sum(before.values()))
         said += f"; before that {seconds(before[first])} of {until} s: {_why(record, first)}"
     if record.num_retractions:
-        said += f"; gave its memory back {_times(record.num_retractions)} meanwhile"
+        said += f"; gave its memory back {_count(record.num_retractions, 'time')} meanwhile"
     return f"{said}{_end(record)}."
 
 
@@ -97,32 +105,24 @@ def _end(record: RequestRecord) -> str:
     return "; aborted before it ran" if record.admitted_s is None else "; aborted"
 
 
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
-
-
 def _why(record: RequestRecord, name: str) -> str:
     if name == QUEUE:
-        return _queue(record)
+        return NAMES[name] + _queue(record)
     if name in ("load", "back"):
         return _load(record, name)
     if name == PREFILL:
         return _prefill(record)
-    if name == OTHERS:
-        return "waited for prefills of other requests before its first token"
-    if name == REST:
-        return "other work between its batches and its first token"
     if name == GENERATE:
         return f"generated {record.num_output_tokens:,} tokens"
-    return _WAITS[name] + _given_up(record)
+    return NAMES[name] + ("" if name in (OTHERS, REST) else _given_up(record))
 
 
 def _queue(record: RequestRecord) -> str:
     if record.num_ahead:
-        return f"waited in the queue behind {_count(record.num_ahead, 'request')}"
+        return f" behind {_count(record.num_ahead, 'request')}"
     if record.num_running:
-        return f"waited in the queue while {_count(record.num_running, 'request')} ran"
-    return "waited in the queue for the batch before it"
+        return f" while {_count(record.num_running, 'request')} ran"
+    return " for the batch before it"
 
 
 def _count(number: int, what: str) -> str:
@@ -132,10 +132,9 @@ def _count(number: int, what: str) -> str:
 def _load(record: RequestRecord, name: str) -> str:
     tiers = () if record.load is None else record.load.tiers
     if not tiers:
-        what = "waited for its load, of which nothing was read"
-        return what + _given_up(record)
+        return "waited for its load, of which nothing was read" + _given_up(record)
     slowest = max(tiers, key=lambda tier: tier.read_s)
-    said = "waited for its back while its front was computed: " if name == "back" else ""
+    said = f"{NAMES[name]}: " if name == "back" else ""
     return said + _reading(record, slowest) + _given_up(record)
 
 

@@ -7,6 +7,7 @@ import argparse
 import glob
 import heapq
 import itertools
+import math
 import statistics
 import sys
 from collections import Counter
@@ -20,16 +21,7 @@ import msgspec
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import parse_duration
 from sglang_tiered.request_log import VERSION, RequestRecord, older, rid_of
-from sglang_tiered.tools.causes import (
-    GENERATE,
-    OTHERS,
-    PREFILL,
-    QUEUE,
-    REST,
-    cause,
-    parts,
-    seconds,
-)
+from sglang_tiered.tools.causes import NAMES, cause, parts, seconds
 from sglang_tiered.tools.terminal import (
     Parser,
     note,
@@ -44,20 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "make_parser"]
 
-_NAMES = {
-    QUEUE: "in the queue",
-    "load": "waiting for its load",
-    "window": "put off: other loads filled the window",
-    "ranks": "put off: ranks had to agree",
-    "stores": "put off: stores were in the way",
-    "copies": "put off: what comes before was copied to host memory",
-    "others": "waiting for loads of others that were nearly there",
-    "back": "waiting for its back",
-    PREFILL: "computing its prompt",
-    OTHERS: "computing other prompts before its first token",
-    REST: "other work before its first token",
-    GENERATE: "generating the rest",
-}
 _SOURCES = ("device", "host", "nvme", "object", "peer", "computed")
 
 
@@ -92,28 +70,26 @@ class Summary:
     """Figures of all requests that were read."""
 
     num_requests: int = 0
-    first_unix_s: float = 0.0
+    first_unix_s: float = math.inf
     last_unix_s: float = 0.0
     total_s: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
-    tokens: Counter[str] = field(default_factory=Counter)  # by source
-    parts: Counter[str] = field(default_factory=Counter)  # seconds
+    num_tokens: Counter[str] = field(default_factory=Counter)  # by source
+    parts_s: dict[str, float] = field(default_factory=dict)
     decisions: Counter[str] = field(default_factory=Counter)
     given_up: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
 
     def add(self, record: RequestRecord) -> None:
-        at = record.arrived_unix_s
-        self.first_unix_s = at if not self.num_requests else min(at, self.first_unix_s)
-        self.last_unix_s = max(at, self.last_unix_s)
         self.num_requests += 1
+        self.first_unix_s = min(record.arrived_unix_s, self.first_unix_s)
+        self.last_unix_s = max(record.arrived_unix_s, self.last_unix_s)
         self.total_s.append(record.total_s)
         if record.first_token_s is not None:
             self.first_token_s.append(record.first_token_s)
-        for name in _SOURCES:
-            self.tokens[name] += getattr(record.tokens, f"num_{name}")
+        self.num_tokens.update({name: getattr(record.tokens, f"num_{name}") for name in _SOURCES})
         for part in parts(record):
-            self.parts[part.name] += part.seconds  # type: ignore[assignment]
+            self.parts_s[part.name] = self.parts_s.get(part.name, 0.0) + part.seconds
         if record.plan is not None:
             self.decisions[record.plan.decision] += 1
         if record.given_up is not None:
@@ -123,15 +99,15 @@ class Summary:
     def as_json(self) -> dict[str, Any]:
         return {
             "num_requests": self.num_requests,
-            "first_arrived_unix_s": self.first_unix_s,
+            "first_arrived_unix_s": self.first_unix_s if self.num_requests else 0.0,
             "last_arrived_unix_s": self.last_unix_s,
             "total_s": _spread(self.total_s),
             "first_token_s": _spread(self.first_token_s),
-            "num_tokens": dict(self.tokens),
-            "parts_s": {name: round(took, 6) for name, took in self.parts.items()},
-            "decisions": dict(self.decisions),
-            "given_up": dict(self.given_up),
-            "ends": dict(self.ends),
+            "num_tokens": self.num_tokens,
+            "parts_s": {name: round(took, 6) for name, took in self.parts_s.items()},
+            "decisions": self.decisions,
+            "given_up": self.given_up,
+            "ends": self.ends,
         }
 
 
@@ -166,20 +142,20 @@ def print_summary(summary: Summary) -> None:
         if spread:
             rows.append((name, *(f"{seconds(spread[key])} s" for key in ("p50", "p95", "max"))))
     print_table(("", "p50", "p95", "max"), rows)
-    num_tokens, took_s = sum(summary.tokens.values()), sum(summary.parts.values())
+    num_tokens, took_s = summary.num_tokens.total(), sum(summary.parts_s.values())
     print_table(
         ("prompt tokens", "number", "share"),
         [
-            (name, f"{summary.tokens[name]:,}", _share(summary.tokens[name], num_tokens))
-            for name in _SOURCES
-            if summary.tokens[name]
+            (name, f"{number:,}", _share(number, num_tokens))
+            for name, number in summary.num_tokens.items()
+            if number
         ],
     )
     print_table(
         ("where the time went", "seconds", "share"),
         [
-            (_NAMES[name], seconds(took), _share(took, took_s))
-            for name, took in summary.parts.most_common()
+            (NAMES[name], seconds(took), _share(took, took_s))
+            for name, took in sorted(summary.parts_s.items(), key=lambda part: -part[1])
         ],
     )
     said = [
@@ -222,7 +198,7 @@ def print_one(record: RequestRecord) -> None:
         ("what", "from", "took", "share"),
         [
             (
-                _NAMES[part.name],
+                NAMES[part.name],
                 f"{part.at_s:.3f} s",
                 f"{part.seconds:.3f} s",
                 _share(part.seconds, record.total_s),
@@ -234,45 +210,16 @@ def print_one(record: RequestRecord) -> None:
 
 
 def _details(record: RequestRecord) -> list[str]:
-    tokens, lookup, plan = record.tokens, record.lookup, record.plan
-    sources = [
-        f"{number:,} {name}" for name in _SOURCES if (number := getattr(tokens, f"num_{name}"))
+    """Return the rest of its line, part by part, by the names of its fields."""
+    told = msgspec.to_builtins(record)
+    tiers = told["load"].pop("tiers", ()) if "load" in told else ()
+    shown = [(name, told[name]) for name in ("tokens", "lookup", "plan", "load") if name in told]
+    shown += [(tier.pop("tier"), tier) for tier in tiers]
+    shown += [(name, told[name]) for name in ("given_up", "copy", "prefill") if name in told]
+    return [
+        f"{name}: " + ", ".join(f"{key} {value}" for key, value in part.items())
+        for name, part in shown
     ]
-    found = [f"tokens: {', '.join(sources) or 'none'}"]
-    if lookup is not None:
-        held = [
-            f"{pages:,} in {name}"
-            for name in ("nvme", "object", "peer")
-            if (pages := getattr(lookup, f"num_{name}_pages"))
-        ]
-        times = f", the last of {lookup.num_lookups}" if lookup.num_lookups > 1 else ""
-        found.append(
-            f"lookup at {lookup.at_s:.3f} s ({lookup.lookup_s * 1e3:.2f} ms{times}): "
-            f"{lookup.num_memory_tokens:,} tokens in memory; pages: {', '.join(held) or 'none'}"
-        )
-    if plan is not None:
-        found.append(
-            f"plan at {plan.at_s:.3f} s: {plan.decision}; expected: load {seconds(plan.load_s)} s, "
-            f"computing all {seconds(plan.prefill_all_s)} s, the rest "
-            f"{seconds(plan.prefill_rest_s)} s, queue {seconds(plan.queue_wait_s)} s"
-        )
-    for tier in () if record.load is None else record.load.tiers:
-        found.append(
-            f"{tier.tier}: {tier.num_bytes:,} bytes in {_reads(tier.num_reads)} from "
-            f"{tier.at_s:.3f} s on, {tier.read_s:.3f} s (expected {tier.expected_s:.3f}), checked "
-            f"in {tier.verify_s:.3f} s of threads"
-        )
-    if record.copy is not None:
-        took = "" if record.copy.copy_s is None else f", done within {record.copy.copy_s:.3f} s"
-        found.append(
-            f"copy to the device at {record.copy.at_s:.3f} s: {record.copy.num_tokens:,} tokens"
-            + took
-        )
-    return found
-
-
-def _reads(number: int) -> str:
-    return "1 read" if number == 1 else f"{number:,} reads"
 
 
 def _share(part: float, whole: float) -> str:
@@ -293,85 +240,38 @@ class _Version(msgspec.Struct):
 def files_of(path: Path) -> list[Path]:
     """Return the files that a server wrote under a name, the older first: ``FILE.1`` and ``FILE``,
     or those of its replicas. Raises ``ConfigError`` if there is none."""
-    if not path.name:
-        raise ConfigError(
-            f"{path} is no ordinary file; name the file of a server's --tier-log-requests."
-        )
     replicas = sorted(path.parent.glob(f"{glob.escape(path.name)}.replica*"))
-    names = [path] if path.exists() else [one for one in replicas if not one.name.endswith(".1")]
-    found = [file for name in names for file in (older(name), name) if file.exists()]
+    names = [path] if path.is_file() else [one for one in replicas if not one.name.endswith(".1")]
+    found = [file for name in names for file in (older(name), name) if file.is_file()]
     if not found:
         raise ConfigError(
-            f"{path} does not exist; name the file of a server's --tier-log-requests."
+            f"{path} does not exist or is no ordinary file; name the file of a server's "
+            "--tier-log-requests."
         )
-    for file in found:
-        if not file.is_file():
-            raise ConfigError(
-                f"{file} is no ordinary file; name the file of a server's --tier-log-requests."
-            )
     return found
 
 
-@dataclass(slots=True)
-class Lines:
-    """The records of some files; what is no whole line of a known version is counted and skipped.
-    Figures are of what was read so far."""
-
-    files: Sequence[Path]
-    num_records: int = 0
-    num_damaged: int = 0
-    num_unknown: int = 0  # of another version
-
-    def __iter__(self) -> Iterator[RequestRecord]:
-        """Yield the records. Raises ``ConfigError`` at the end of files that hold something else,
-        and nothing of this."""
-        decoder = msgspec.json.Decoder(RequestRecord)
-        for file in self.files:
-            for line in _lines(file):
-                record = self._decoded(decoder, line)
-                if record is not None:
-                    self.num_records += 1
-                    yield record
-        if self.num_damaged and not self.num_records and not self.num_unknown:
-            raise ConfigError(
-                f"{self.files[-1]} holds no line that a server writes with --tier-log-requests; "
-                "name that file."
-            )
-
-    def _decoded(
-        self, decoder: msgspec.json.Decoder[RequestRecord], line: bytes
-    ) -> RequestRecord | None:
+def records_of(files: Sequence[Path], skipped: Counter[str]) -> Iterator[RequestRecord]:
+    """Yield the records of some files. What is no whole line of a known version is counted in
+    ``skipped``: as ``damaged``, or ``unknown`` of another version. Raises ``ConfigError`` at the
+    end of files that hold something else, and nothing of this."""
+    is_any = False
+    for line in itertools.chain.from_iterable(map(_lines, files)):
         try:
-            record = decoder.decode(line)
+            if msgspec.json.decode(line, type=_Version).v != VERSION:
+                skipped["unknown"] += 1
+                continue
+            record = msgspec.json.decode(line, type=RequestRecord)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            self._count_undecoded(line)
-            return None
-        if record.v != VERSION:
-            self.num_unknown += 1
-            return None
-        return record
-
-    def _count_undecoded(self, line: bytes) -> None:
-        try:
-            is_other = msgspec.json.decode(line, type=_Version).v != VERSION
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            is_other = False
-        if is_other:
-            self.num_unknown += 1
+            skipped["damaged"] += 1
         else:
-            self.num_damaged += 1
-
-    def complaints(self) -> list[str]:
-        """Return what was skipped: a sentence each."""
-        found = []
-        if self.num_damaged:
-            found.append(f"{self.num_damaged:,} damaged or half lines were skipped.")
-        if self.num_unknown:
-            found.append(
-                f"{self.num_unknown:,} lines of another version than {VERSION} were skipped; read "
-                "them with the sglang-tiered that wrote them."
-            )
-        return found
+            is_any = True
+            yield record
+    if skipped["damaged"] and not is_any and not skipped["unknown"]:
+        raise ConfigError(
+            f"{files[-1]} holds no line that a server writes with --tier-log-requests; name that "
+            "file."
+        )
 
 
 def _lines(file: Path) -> Iterator[bytes]:
@@ -398,8 +298,9 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", metavar="FILE", nargs="+", help="of --tier-log-requests")
-    parser.add_argument("--rid", help="one request whole, as a timeline; the last one of that id")
-    parser.add_argument(
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--rid", help="one request whole, as a timeline; the last one of that id")
+    chosen.add_argument(
         "--slower-than", metavar="SECONDS", help="requests that took longer than this, all of them"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -408,29 +309,32 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _run(arguments: Sequence[str] | None) -> int:
     given = make_parser().parse_args(arguments)
-    if given.rid is not None and given.slower_than is not None:
-        raise ConfigError("--rid and --slower-than exclude each other; drop one.")
     least_s = (
         None if given.slower_than is None else parse_duration("--slower-than", given.slower_than)
     )
-    files = [file for name in given.files for file in files_of(Path(name))]
-    lines = Lines(list(dict.fromkeys(files)))
+    found = [file for name in given.files for file in files_of(Path(name))]
+    files, skipped = list(dict.fromkeys(found)), Counter[str]()
     if given.rid is not None:
-        code = _explain_one(lines, given.rid, is_json=given.json)
+        code = _explain_one(files, skipped, given.rid, is_json=given.json)
     else:
-        code = _explain_all(lines, least_s, is_json=given.json)
-    for complaint in lines.complaints():
-        note(complaint)
+        code = _explain_all(files, skipped, least_s, is_json=given.json)
+    if skipped["damaged"]:
+        note(f"{skipped['damaged']:,} damaged or half lines were skipped.")
+    if skipped["unknown"]:
+        note(
+            f"{skipped['unknown']:,} lines of another version than {VERSION} were skipped; read "
+            "them with the sglang-tiered that wrote them."
+        )
     return code
 
 
-def _explain_one(lines: Lines, rid: str, *, is_json: bool) -> int:
+def _explain_one(files: Sequence[Path], skipped: Counter[str], rid: str, *, is_json: bool) -> int:
     found, wanted, num_found = None, rid_of(rid), 0
-    for record in lines:
+    for record in records_of(files, skipped):
         if record.rid == wanted:
             found, num_found = record, num_found + 1
     if found is None:
-        note(f"no request {rid} is in {lines.files[-1]}; it may not have ended yet.")
+        note(f"no request {rid} is in {files[-1]}; it may not have ended yet.")
         return 1
     if is_json:
         write_json(as_json(found))
@@ -441,34 +345,34 @@ def _explain_one(lines: Lines, rid: str, *, is_json: bool) -> int:
     return 0
 
 
-def _explain_all(lines: Lines, least_s: float | None, *, is_json: bool) -> int:
-    summary, most = Summary(), NUM_SLOWEST if least_s is None else MAX_SHOWN
-    slowest: list[tuple[float, int, RequestRecord]] = []  # a heap, the least slow first
-    numbers, num_slower = itertools.count(), 0
-    for record in lines:
-        summary.add(record)
-        if least_s is None or record.total_s > least_s:
-            num_slower += 1
-            item = (record.total_s, -next(numbers), record)
-            if len(slowest) < most:
-                heapq.heappush(slowest, item)
-            else:
-                heapq.heappushpop(slowest, item)
-    records = [record for _, _, record in sorted(slowest, reverse=True)]
+def _explain_all(
+    files: Sequence[Path], skipped: Counter[str], least_s: float | None, *, is_json: bool
+) -> int:
+    summary, num_slower = Summary(), 0
+
+    def slower() -> Iterator[RequestRecord]:
+        nonlocal num_slower
+        for record in records_of(files, skipped):
+            summary.add(record)
+            if least_s is None or record.total_s > least_s:
+                num_slower += 1
+                yield record
+
+    most = NUM_SLOWEST if least_s is None else MAX_SHOWN
+    records = heapq.nlargest(most, slower(), key=lambda record: record.total_s)
     if is_json:
         report = {
             "summary": summary.as_json(),
-            "num_damaged_lines": lines.num_damaged,
-            "num_lines_of_other_versions": lines.num_unknown,
+            "num_damaged_lines": skipped["damaged"],
+            "num_lines_of_other_versions": skipped["unknown"],
             "requests": [as_json(record) for record in records],
         }
         write_json(report)
-    elif least_s is None:
-        print_summary(summary)
+    else:
+        if least_s is None:
+            print_summary(summary)
         if records:
             print_slowest(records)
-    elif records:
-        print_slowest(records)
     if num_slower > len(records) and least_s is not None:
         note(f"the {len(records):,} slowest of {num_slower:,} are shown.")
     if least_s is not None and not records:

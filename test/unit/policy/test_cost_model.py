@@ -92,7 +92,7 @@ def test_suddenly_slow_disk_is_declined_after_five_loads() -> None:
     costs = model()
     for num_loads, slowness, taken in ((1, 1, 3968), (1, 30, 3968), (5, 300, 0), (5, 1, 3968)):
         for _ in range(num_loads):
-            costs.transfer.observe(12 << 20, slowness * load_seconds(12 << 20))
+            costs.transfers[0].observe(12 << 20, slowness * load_seconds(12 << 20))
         assert costs.plan(num_held=4000, num_new=4032, num_before=0).num_tokens == taken
 
 

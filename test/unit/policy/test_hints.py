@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.hints import PIECE_TOKENS, HintQueue, piece_length
+from sglang_tiered.policy.hints import PIECE_TOKENS, Hint, HintQueue, piece_length
 
 PAGE = 64
 
@@ -34,10 +34,10 @@ def test_pieces_of_any_size_come_to_an_end(num_pages: int, page: int, piece: int
 
 
 def test_one_hint_never_takes_more_than_all_may() -> None:
-    queue = HintQueue[str](1000, max_hints=2)
+    queue = HintQueue[Hint](1000, max_hints=2)
     assert queue.room_for(5000) == 1000
-    queue.add("a", 400, now=0.0)
+    queue.add(Hint("a"), 400, now=0.0)
     assert queue.room_for(600) == 600 and queue.room_for(601) == 0
     assert queue.room_for(5000) == 0, "it waits for the others, as it would take all"
-    queue.add("b", 1, now=0.0)
+    queue.add(Hint("b"), 1, now=0.0)
     assert queue.room_for(1) == 0, "there are too many"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.queue_wait import HALF_LIFE, QueuePlace, QueueWait
+from sglang_tiered.policy.queue_wait import HALF_LIFE, MAX_RANKS, QueuePlace, QueueWait
 
 
 @pytest.mark.parametrize("slowness", [0.25, 8.0])
@@ -55,7 +55,7 @@ def test_priority_that_nobody_has_any_more_costs_nothing() -> None:
         queue.admitted(queue.arrives(None, 0.1, 0.0, is_busy=True, rank=rank), 0.0)
     assert list(queue._ranks) == [0]
     behind = queue.arrives(None, 0.1, 0.0, is_busy=True, rank=5)
-    assert queue._ahead_of(5, behind) == pytest.approx(0.1)
+    assert queue._ahead_of(behind.equals, behind) == pytest.approx(0.1)
 
 
 def test_higher_priority_waits_for_its_equals_alone() -> None:
@@ -67,6 +67,22 @@ def test_higher_priority_waits_for_its_equals_alone() -> None:
     assert queue.seconds(high, is_busy=False) == 0.0
     assert queue.seconds(low, is_busy=False) == pytest.approx(0.3)
     assert high.order < middle.order < low.order
+
+
+def test_arrival_costs_no_more_beside_many_priorities() -> None:
+    """A client names them, and each plan looked at all that wait."""
+    queue = QueueWait()
+    places = [
+        queue.arrives(None, 0.1, 0.0, is_busy=True, rank=(7 * number) % 5003)
+        for number in range(5000)
+    ]
+    assert len(queue._ranks) <= MAX_RANKS and len(queue) == 5000
+    assert len({place.order for place in places}) == 5000, "their turns are by their own"
+    first, last = min(places, key=lambda each: each.order), max(places, key=lambda each: each.order)
+    assert queue.seconds(first, is_busy=False) <= queue.seconds(last, is_busy=False)
+    for place in places:
+        queue.leaves(place)
+    assert not queue._ranks and len(queue) == 0
 
 
 @example(  # what rounding leaves is no negative wait, which a router would refuse

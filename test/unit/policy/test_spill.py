@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kit.books import check_spill_queue
 from kit.clock import Clock
 from sglang_tiered.policy.spill import (
     HIGH_SHARE,
@@ -30,13 +31,13 @@ def queue(clock: Clock) -> SpillQueue[str]:
     return SpillQueue(HOST, clock)
 
 
-def store(num_tokens: int) -> NodeStore:
-    return NodeStore("chain", 100, 100 + num_tokens)
+def store(node: str, num_tokens: int) -> NodeStore[str]:
+    return NodeStore(node, 100, 100 + num_tokens)
 
 
 def take(queue: SpillQueue[str], *, loads_wait: bool = False) -> str | None:
     taken = queue.take_next_node(loads_wait=loads_wait)
-    return None if taken is None else taken[0]
+    return None if taken is None else taken.node
 
 
 def take_all(queue: SpillQueue[str]) -> list[str]:
@@ -49,23 +50,23 @@ def take_all(queue: SpillQueue[str]) -> list[str]:
 
 def test_returned_goes_first_then_what_waited_longest(queue: SpillQueue[str]) -> None:
     for node in ("a", "b", "c", "d"):
-        queue.add_node(node, store(10), returned=node == "c")
+        queue.add_node(store(node, 10), returned=node == "c")
     queue.promote_node("b")
     queue.promote_node("unknown")
     assert take_all(queue) == ["c", "b", "a", "d"]
-    queue.check_integrity()
+    check_spill_queue(queue)
 
 
 def test_node_added_again_never_loses_its_place(queue: SpillQueue[str]) -> None:
     for node in ("a", "b", "a"):
-        queue.add_node(node, store(10), returned=False)
+        queue.add_node(store(node, 10), returned=False)
     assert queue.waiting_tokens == 20
-    queue.add_node("a", store(4), returned=False)
+    queue.add_node(store("a", 4), returned=False)
     assert queue.waiting_tokens == 14 and queue.waiting() == ["a", "b"]
-    queue.add_node("b", store(10), returned=True)
+    queue.add_node(store("b", 10), returned=True)
     assert take(queue) == "b"
-    assert queue.take_next_node(loads_wait=False) == ("a", store(4)), "its new length"
-    queue.check_integrity()
+    assert queue.take_next_node(loads_wait=False) == store("a", 4), "its new length"
+    check_spill_queue(queue)
 
 
 @pytest.mark.parametrize(("size", "num_begun"), [(HOST, 2), (HOST // 2, 2), (FLOOR // 3, 3)])
@@ -74,20 +75,20 @@ def test_no_more_is_in_flight_than_the_limit(
 ) -> None:
     """An idle disk takes the largest node at once; a slow one has a store to follow."""
     for node in "abcd":
-        queue.add_node(node, store(size), returned=False)
+        queue.add_node(store(node, size), returned=False)
     for number, node in enumerate("abcd"[:num_begun]):
         assert take(queue) == node
-        queue.note_flight(number, node, store(size))
+        queue.note_flight(number, store(node, size))
     assert queue.take_next_node(loads_wait=False) is None
     assert queue.flight_tokens == num_begun * size
-    assert queue.pop_ended(range(5)) == []
-    assert queue.pop_ended(range(1, num_begun)) == [("a", store(size))]
+    assert queue.end_flight(num_begun) is None
+    assert queue.end_flight(0) == store("a", size)
     assert take(queue) == "abcd"[num_begun]
     assert queue.flight_tokens == (num_begun - 1) * size
 
 
 def test_limit_doubles_when_dry_and_halves_when_late(queue: SpillQueue[str], clock: Clock) -> None:
-    queue.add_node("waits", store(10), returned=False)
+    queue.add_node(store("waits", 10), returned=False)
     for _ in range(20):
         queue.adapt_limit(0.0)
     assert queue.limit_tokens == HOST * MAX_SHARE
@@ -101,15 +102,15 @@ def test_limit_doubles_when_dry_and_halves_when_late(queue: SpillQueue[str], clo
 
 
 def test_stores_hold_for_loads_but_not_for_ever(queue: SpillQueue[str], clock: Clock) -> None:
-    queue.add_node("a", store(10), returned=False)
-    queue.add_node("b", store(10), returned=True)
+    queue.add_node(store("a", 10), returned=False)
+    queue.add_node(store("b", 10), returned=True)
     clock.now = MAX_HOLD_S * 0.99
     assert queue.take_next_node(loads_wait=True) is None
     clock.now = MAX_HOLD_S
     assert take(queue, loads_wait=True) == "b"
-    queue.note_flight(1, "begun", store(10))
+    queue.note_flight(1, store("begun", 10))
     assert queue.take_next_node(loads_wait=True) is None  # one at a time
-    queue.pop_ended(())
+    queue.end_flight(1)
     assert take(queue, loads_wait=True) == "a"
 
 
@@ -119,22 +120,22 @@ def test_watermarks_decide_how_fast_stores_go_beside_loads(
 ) -> None:
     size = FLOOR // 3
     for number in range(int(HOST * share) // size):
-        queue.add_node(f"{number}", store(size), returned=False)
+        queue.add_node(store(f"{number}", size), returned=False)
     taken = 0
     while queue.take_next_node(loads_wait=True) is not None:
-        queue.note_flight(taken, f"{taken}", store(size))
+        queue.note_flight(taken, store(f"{taken}", size))
         taken += 1
     assert taken == num_taken
 
 
 def test_node_stays_under_way_until_its_last_end(queue: SpillQueue[str]) -> None:
-    queue.add_node("a", store(10), returned=False)
+    queue.add_node(store("a", 10), returned=False)
     assert queue.is_under_way("a")
     assert take(queue) == "a" and not queue.is_under_way("a")
-    queue.note_flight(1, "a", store(6))
-    queue.note_flight(2, "a", store(10))
-    queue.pop_ended({2})
+    queue.note_flight(1, store("a", 6))
+    queue.note_flight(2, store("a", 10))
+    queue.end_flight(1)
     assert queue.is_under_way("a") and queue.flight_tokens == 10
-    queue.pop_ended(())
+    queue.end_flight(2)
     assert not queue.is_under_way("a") and not queue.has_flights
-    queue.check_integrity()
+    check_spill_queue(queue)

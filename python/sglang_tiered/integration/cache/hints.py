@@ -1,5 +1,5 @@
 """``Hints``: conversations that are about to be used come up to host memory (``/tier/prefetch``),
-by ``ChainLoader``: loads for which no request waits.
+by loads for which no request waits.
 
 A hint is served by the same policy as loads, one hint and one piece at a time. It is served only
 while no request's load is under way or waits for room. It is dropped, and says so, when host memory
@@ -14,7 +14,6 @@ same step and load what the shortest plan says.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import time
 from array import array
@@ -24,7 +23,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPref
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 
-from sglang_tiered.integration.cache.declined_loads import ABSENT, told_end
+from sglang_tiered.integration.cache.load_scheduler import ABSENT, told_end
 from sglang_tiered.integration.cache.loads import PrefetchArguments, allocate_now, restorable_ends
 from sglang_tiered.integration.observe.stats import HintStats
 from sglang_tiered.policy.hints import LIFE_S, PIECE_TOKENS, Hint, HintEnd, HintQueue, piece_length
@@ -32,19 +31,17 @@ from sglang_tiered.policy.hints import LIFE_S, PIECE_TOKENS, Hint, HintEnd, Hint
 if TYPE_CHECKING:
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.host_copies import HostCopies
-    from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.storage.base import Erasure
+    from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = [
     "DETACHED",
     "WEIGHTS",
     "Chain",
-    "ChainLoader",
     "Hinted",
     "Hints",
-    "PieceOutcome",
     "chain_of",
 ]
 
@@ -82,22 +79,6 @@ class Chain(NamedTuple):
         return RadixKey(tokens, self.extra_key, cache_salt=self.cache_salt)
 
 
-class PieceOutcome(enum.Enum):
-    """Says what came of an attempt to load the next piece of a chain."""
-
-    BEGUN = enum.auto()
-    ASKED = enum.auto()  # the other ranks have the word, in the next step
-    LATER = enum.auto()  # what comes before has no host copy yet, or too much is under way
-    NOTHING = enum.auto()  # all is in memory, or the rest is nowhere or sooner computed
-    NO_MEMORY = enum.auto()  # host memory is needed for others
-    NOT_READ = enum.auto()  # the last piece was not there, or did not verify
-
-
-class _ChainPiece(NamedTuple):
-    handle: CacheRequestHandle
-    operation: Any
-
-
 def chain_of(
     cache: HidingCache, tokens: array[int], extra_key: str | None, cache_salt: str | None
 ) -> Chain:
@@ -106,178 +87,12 @@ def chain_of(
     return Chain(tokens, extra_key, cache_salt, hashes)
 
 
-class ChainLoader:
-    """Loads a prefix to host memory for which no request waits. ``window_tokens``: what loads may
-    fill.
-
-    It comes the way of every request's load, through the same plan, the same window and SGLang's
-    verified prefetch. But it comes in pieces and one piece at a time: a request that comes finds at
-    most one of them ahead of it. What has arrived is an ordinary node of the tree, most recently
-    used, in host memory; nothing locks it. Device memory is no place to load to: SGLang's
-    ``load_back`` commits device pages before they are filled, and only the batch that asked waits
-    for them.
-    """
-
-    def __init__(
-        self,
-        cache: HidingCache,
-        loads: LoadScheduler,
-        planner: LoadPlanner[CacheRequestHandle],
-        copies: HostCopies,
-        *,
-        window_tokens: int,
-    ) -> None:
-        self._cache = cache
-        self._loads = loads
-        self._planner = planner
-        self._copies = copies
-        self._piece_tokens = min(PIECE_TOKENS, window_tokens // PIECES_IN_WINDOW)
-        self._numbers = itertools.count()
-        self._asked: CacheRequestHandle | None = None  # of which the ranks say how much to load
-        self._piece: _ChainPiece | None = None
-        self.num_in_memory = 0  # leading tokens of the chain, when it was looked at last
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether a piece is under way."""
-        return self._piece is not None and self._cache.has_ongoing_prefetch(self._piece.handle)
-
-    def has_room(self) -> bool:
-        """Whether a piece may begin: no request's load is under way, or waits for room."""
-        return self._loads.has_room_ahead(self._piece_tokens)
-
-    def take_piece(self) -> tuple[int, PieceOutcome | None]:
-        """Return how many tokens the piece that was under way brought, and why to stop, if so.
-        Must not be called while one is under way."""
-        piece, self._piece = self._piece, None
-        if piece is None:
-            return 0, None
-        num_loaded, _ = self._cache.pop_prefetch_loaded_span(piece.handle)
-        self._let_go(piece.handle)
-        operation = piece.operation
-        if operation.host_indices is None:
-            found = operation.storage_hit_count >= self._cache.prefetch_threshold
-            return 0, PieceOutcome.NO_MEMORY if found else PieceOutcome.NOT_READ
-        return num_loaded, None if operation.completed_tokens else PieceOutcome.NOT_READ
-
-    def begin(self, chain: Chain, end: int, storage: TieredStorage) -> PieceOutcome:
-        """Begin to load what follows in memory of a chain's first ``end`` tokens. Ask again after
-        ``ASKED`` and ``LATER``."""
-        cache, page_size = self._cache, self._cache.page_size
-        match = cache.match_prefix(MatchPrefixParams(key=chain.key_in(cache, end)))
-        start = self.num_in_memory = int(match.device_prefix_len + match.host_hit_length)
-        node: int = match.last_host_node
-        if end - start < cache.prefetch_threshold:
-            return self._ends(PieceOutcome.NOTHING)
-        if not (cache.is_root(node) or cache.is_backuped(node)):
-            return self._ends(PieceOutcome.LATER)
-        if self._asked is None:
-            self._asked = CacheRequestHandle(f"sglang-tiered-hint-{next(self._numbers)}", ATTEMPT)
-        handle = self._asked
-        first, last = start // page_size, end // page_size
-        if all(kind is BASE_COMPONENT_TYPE for kind in cache.tree_components):
-            last = min(last, first + max(1, self._piece_tokens // page_size))
-        hashes = chain.hashes[first:last]  # further ones only to see where a load may end
-        spans = storage.lookup_spans(hashes)
-        num_planned = self._plan(handle, node, start, hashes, spans, storage)
-        is_load = num_planned >= cache.prefetch_threshold
-        own = told_end(start + num_planned) if is_load else ABSENT
-        told = self._loads.agreement.ask_ranks(handle, own)
-        if told is None:
-            return PieceOutcome.ASKED
-        if told < 0:
-            return self._ends(PieceOutcome.NOTHING)
-        num_tokens = min(told // 2, end) - start
-        if num_tokens < cache.prefetch_threshold:  # meanwhile a request loaded it
-            return self._ends(PieceOutcome.LATER)
-        if not self._copies.make_host_path(node):
-            return self._ends(PieceOutcome.NO_MEMORY)
-        self._ends(PieceOutcome.BEGUN)
-        hashes = hashes[: num_tokens // page_size]
-        until = start + num_tokens + int(cache.tree_core.is_eagle)
-        cache.begin_load(
-            PrefetchArguments(
-                handle,
-                node,
-                chain.tokens[start:until],
-                chain.hashes[start // page_size - 1] if start else None,
-                matched_prefix_tokens=range(start),  # SGLang takes its length alone
-                extra_key=chain.extra_key,
-                cache_salt=chain.cache_salt,
-            ),
-            hashes,
-        )
-        info = cache.ongoing_prefetch.get(handle)
-        if info is None:  # too much is under way for SGLang
-            self._let_go(handle)
-            return PieceOutcome.LATER
-        self._planner.begins_ahead(handle, num_tokens, num_before=start, spans=spans)
-        self._piece = _ChainPiece(handle, info.operation)
-        if cache.decides_alone:
-            allocate_now(cache)
-        return PieceOutcome.BEGUN
-
-    def _plan(
-        self,
-        handle: CacheRequestHandle,
-        node: int,
-        start: int,
-        hashes: list[str],
-        spans: list[Any],
-        storage: TieredStorage,
-    ) -> int:
-        """Return how many tokens this rank would load behind the first ``start``."""
-        page_size = self._cache.page_size
-        held = hashes[: sum(span.num_pages for span in spans)]
-        places = restorable_ends(self._cache, node, held, storage)
-        ends = None if places is None else [place * page_size for place in places]
-        num_held = piece_length(
-            len(held) * page_size,
-            page_tokens=page_size,
-            piece_tokens=self._piece_tokens,
-            ends=ends,
-        )
-        return self._planner.plan_ahead(
-            num_held,
-            num_before=start,
-            spans=spans,
-            ends=ends,
-            least=self._cache.prefetch_threshold,
-        )
-
-    def stop(self) -> None:
-        """Give up the piece under way, and what is planned of the next."""
-        piece, self._piece = self._piece, None
-        if piece is not None:
-            self._cache.release_aborted_request(piece.handle)
-            self._let_go(piece.handle)
-        self._ends(PieceOutcome.NOTHING)
-
-    def clear(self) -> None:
-        """Drop the load under way: the tree was emptied."""
-        if self._piece is not None:
-            self._let_go(self._piece.handle)
-        self._piece = self._asked = None
-
-    def _ends(self, outcome: PieceOutcome) -> PieceOutcome:
-        """Ask the ranks no more about the piece that is planned."""
-        if self._asked is not None:
-            self._loads.agreement.drop_question(self._asked)
-            self._asked = None
-        return outcome
-
-    def _let_go(self, handle: CacheRequestHandle) -> None:
-        """Have everybody drop a load for which no request waited."""
-        self._planner.drop(handle)
-        self._cache.discard_storage_prefetch_accounting(handle)
-        self._cache.storage_prefetch_retries.cancel(handle.rid)
-
-
-class Hinted:
+class Hinted(Hint):
     """One conversation that is, or was, on its way to host memory. ``num_in_memory`` and ``end``:
     its leading tokens in memory when it was looked at last, and once nothing is left to load."""
 
     def __init__(self, chain: Chain, num_in_memory: int, end: int) -> None:
+        super().__init__(chain.hashes[-1] if chain.hashes else "")
         self.chain = chain
         self.num_pages = len(chain.hashes)
         self.num_in_memory = num_in_memory
@@ -286,16 +101,6 @@ class Hinted:
         self.pause_steps = 0
         self.last_pages: set[str] = set()  # of nodes whose use is the use of what was loaded
         self.is_used = False
-        self.hint: Hint[str] | None = None
-
-    @property
-    def is_active(self) -> bool:
-        return self.hint is not None and self.hint.is_active
-
-    @property
-    def why_dropped(self) -> str:
-        """Return why it was dropped; empty if it was not."""
-        return "" if self.hint is None else self.hint.why_dropped
 
     def release(self) -> None:
         """Keep the name of the chain alone: what has ended may be long and many."""
@@ -308,22 +113,36 @@ class Hinted:
 
 
 class Hints:
-    """The hints of one scheduler: at most ``capacity`` tokens that nobody has used yet."""
+    """The hints of one scheduler: at most ``capacity`` tokens that nobody has used yet.
+    ``window_tokens``: what loads may fill.
+
+    What they load comes the way of every request's load, through the same plan, the same window and
+    SGLang's verified prefetch. But it comes in pieces and one piece at a time: a request that comes
+    finds at most one of them ahead of it. What has arrived is an ordinary node of the tree, most
+    recently used, in host memory; nothing locks it. Device memory is no place to load to: SGLang's
+    ``load_back`` commits device pages before they are filled, and only the batch that asked waits
+    for them."""
 
     def __init__(
         self,
         cache: HidingCache,
         loads: LoadScheduler,
-        loader: ChainLoader,
+        copies: HostCopies,
         capacity: int,
+        *,
+        window_tokens: int,
     ) -> None:
         self._cache = cache
         self._loads = loads
-        self._loader = loader
+        self._copies = copies
         self._clock = time.monotonic
-        self._queue: HintQueue[str] = HintQueue(capacity)  # by the hash of the last page
-        self._hinted: dict[str, Hinted] = {}
+        self._queue: HintQueue[Hinted] = HintQueue(capacity)
+        self._piece_tokens = min(PIECE_TOKENS, window_tokens // PIECES_IN_WINDOW)
+        self._numbers = itertools.count()
         self._served: Hinted | None = None
+        # Of that one: of which piece the ranks say how much to load, and the piece under way.
+        self._asked: CacheRequestHandle | None = None
+        self._piece: Any = None  # SGLang's operation
         self._memory_is_short = False
         self._num_begun = self._num_tokens_loaded = 0
         self._ended = dict.fromkeys(HintEnd, 0)
@@ -336,29 +155,27 @@ class Hints:
 
     def get(self, chain: Chain) -> Hinted | None:
         """Return what became of a hint for this chain whose life has not ended."""
-        return self._hinted.get(chain.hashes[-1])
+        return self._queue.get(chain.hashes[-1])
 
     def told(self, hinted: Hinted) -> None:
         """Drop why a hint was dropped: its asker knows, and may ask again."""
-        if hinted.why_dropped and self._hinted.get(hinted.chain.hashes[-1]) is hinted:
-            self._end_life(hinted.chain.hashes[-1])
+        if hinted.why_dropped and self._queue.get(hinted.name) is hinted:
+            self._end_life(hinted)
 
     def begin(self, chain: Chain, num_in_memory: int, end: int) -> Hinted | None:
         """Begin to load what follows in memory of a chain's first ``end`` tokens, or as many as
         hints may load. Returns None where hints before it take the room. Every rank makes this call
         in the same step, with the same arguments."""
-        last = chain.hashes[-1]
-        earlier = self._hinted.get(last)
+        earlier = self.get(chain)
         if earlier is not None:
-            self._end_life(last)
+            self._end_life(earlier)
         room = self._queue.room_for(end - num_in_memory)
         room = room // self._cache.page_size * self._cache.page_size
         if room < self._cache.prefetch_threshold:
             return None
         hinted = Hinted(chain, num_in_memory, num_in_memory + room)
-        hinted.last_pages = {last, chain.hashes[hinted.end // self._cache.page_size - 1]}
-        hinted.hint = self._queue.add(last, room, self._clock())
-        self._hinted[last] = hinted
+        hinted.last_pages = {hinted.name, chain.hashes[hinted.end // self._cache.page_size - 1]}
+        self._queue.add(hinted, room, self._clock())
         self._num_begun += 1
         return hinted
 
@@ -373,60 +190,170 @@ class Hints:
 
     def step(self, storage: TieredStorage) -> None:
         """Begin or end a piece, once per scheduling step; costs next to nothing without hints."""
-        if not self._hinted:
+        if not len(self._queue):
             return
         self._end_oldest()
-        loader = self._loader
         # A request waits for the room that the piece under way takes.
-        in_the_way = loader.is_loading and self._loads.waits_for_room()
+        in_the_way = self._is_loading and self._loads.waits_for_room()
         if (self._memory_is_short or in_the_way) and self._served is not None:
             self._drop(self._served, NO_MEMORY)
         self._memory_is_short = False
-        if loader.is_loading:
+        if self._is_loading:
             return
         self._take_piece()
-        hint = self._queue.next()
-        if hint is None or not loader.has_room():
+        hinted = self._queue.next()
+        if hinted is None or not self._loads.has_room_ahead(self._piece_tokens):
             return
-        hinted = self._hinted[hint.chain]
         if hinted.pause_steps > 0:
             hinted.pause_steps -= 1
             return
+        if hinted is not self._served:
+            self._ask_no_more()
         self._served = hinted
-        self._begin_piece(hinted, storage)
+        self._look(hinted, storage)
+
+    @property
+    def _is_loading(self) -> bool:
+        return self._piece is not None and self._cache.has_ongoing_prefetch(self._piece.handle)
 
     def _take_piece(self) -> None:
         """Note what a piece brought that has ended."""
-        num_loaded, stop = self._loader.take_piece()
+        piece, self._piece = self._piece, None
         hinted = self._served
-        if hinted is None:
+        if piece is None or hinted is None:
             return
+        num_loaded, _ = self._cache.pop_prefetch_loaded_span(piece.handle)
+        self._cache.release_aborted_request(piece.handle)
         hinted.num_loaded += num_loaded
         hinted.num_in_memory += num_loaded
         self._num_tokens_loaded += num_loaded
-        if stop is not None:
-            self._drop(hinted, NO_MEMORY if stop is PieceOutcome.NO_MEMORY else NOT_READ)
+        was_found = piece.storage_hit_count >= self._cache.prefetch_threshold
+        if piece.host_indices is None and was_found:
+            self._drop(hinted, NO_MEMORY)
+        elif not piece.completed_tokens:
+            self._drop(hinted, NOT_READ)
 
-    def _begin_piece(self, hinted: Hinted, storage: TieredStorage) -> None:
-        outcome = self._loader.begin(hinted.chain, hinted.end, storage)
-        was_in_memory, hinted.num_in_memory = hinted.num_in_memory, self._loader.num_in_memory
+    def _look(self, hinted: Hinted, storage: TieredStorage) -> None:
+        """Look at what memory has of a chain, and begin to load what follows."""
+        cache, was_in_memory = self._cache, hinted.num_in_memory
+        key = hinted.chain.key_in(cache, hinted.end)
+        match = cache.match_prefix(MatchPrefixParams(key=key))
+        node: int = match.last_host_node
+        hinted.num_in_memory = int(match.device_prefix_len + match.host_hit_length)
         if hinted.num_in_memory < was_in_memory and hinted.num_loaded > 0:
             self._drop(hinted, NO_MEMORY)  # what was loaded is evicted already
-        elif outcome is PieceOutcome.NO_MEMORY:
+        elif hinted.end - hinted.num_in_memory < cache.prefetch_threshold:
+            self._all_is_loaded(hinted)
+        elif cache.is_root(node) or cache.is_backuped(node):
+            self._plan_piece(hinted, node, storage)
+        else:
+            self._postpone(hinted)
+
+    def _plan_piece(self, hinted: Hinted, node: int, storage: TieredStorage) -> None:
+        """Begin to load what follows a node of a chain, as much as the shortest plan of all ranks
+        says, or ask them."""
+        cache, chain, start = self._cache, hinted.chain, hinted.num_in_memory
+        if self._asked is None:
+            self._asked = CacheRequestHandle(f"sglang-tiered-hint-{next(self._numbers)}", ATTEMPT)
+        first, last = start // cache.page_size, hinted.end // cache.page_size
+        if all(kind is BASE_COMPONENT_TYPE for kind in cache.tree_components):
+            last = min(last, first + max(1, self._piece_tokens // cache.page_size))
+        hashes = chain.hashes[first:last]  # further ones only to see where a load may end
+        spans = storage.lookup_spans(hashes)
+        num_planned = self._num_planned(node, start, hashes, spans, storage)
+        is_load = num_planned >= cache.prefetch_threshold
+        own = told_end(start + num_planned) if is_load else ABSENT
+        told = self._loads.agreement.ask_ranks(self._asked, own)
+        if told is None:
+            return
+        num_tokens = min(told // 2, hinted.end) - start
+        if told < 0:
+            self._all_is_loaded(hinted)
+        elif num_tokens < cache.prefetch_threshold:  # meanwhile a request loaded it
+            self._postpone(hinted)
+        elif not self._copies.make_host_path(node):
             self._drop(hinted, NO_MEMORY)
-        elif outcome is PieceOutcome.NOTHING:
-            assert hinted.hint is not None
-            self._queue.served(hinted.hint, 0 if hinted.is_used else hinted.num_loaded)
-            num_pages = hinted.num_in_memory // self._cache.page_size
-            hinted.last_pages.update(hinted.chain.hashes[:num_pages][-1:])
-            self._ended[HintEnd.LOADED] += 1
-            self._served = None
-            hinted.release()
-        elif outcome is PieceOutcome.LATER:
-            assert hinted.hint is not None
-            hinted.pause_steps = PAUSE_STEPS
-            hinted.hint.num_passed += 1  # the others go on meanwhile
-            self._served = None
+        else:
+            self._begin_piece(hinted, node, hashes[: num_tokens // cache.page_size], spans)
+
+    def _num_planned(
+        self, node: int, start: int, hashes: list[str], spans: list[Span], storage: TieredStorage
+    ) -> int:
+        """Return how many tokens this rank would load behind the first ``start``."""
+        page_size = self._cache.page_size
+        held = hashes[: sum(span.num_pages for span in spans)]
+        places = restorable_ends(self._cache, node, held, storage)
+        ends = None if places is None else [place * page_size for place in places]
+        num_held = piece_length(
+            len(held) * page_size,
+            page_tokens=page_size,
+            piece_tokens=self._piece_tokens,
+            ends=ends,
+        )
+        return self._loads.planner.plan_ahead(
+            num_held,
+            num_before=start,
+            spans=spans,
+            ends=ends,
+            least=self._cache.prefetch_threshold,
+        )
+
+    def _begin_piece(self, hinted: Hinted, node: int, hashes: list[str], spans: list[Span]) -> None:
+        cache, chain, start = self._cache, hinted.chain, hinted.num_in_memory
+        handle, num_tokens = self._asked, len(hashes) * cache.page_size
+        assert handle is not None
+        self._ask_no_more()
+        until = start + num_tokens + int(cache.tree_core.is_eagle)
+        cache.begin_load(
+            PrefetchArguments(
+                handle,
+                node,
+                chain.tokens[start:until],
+                chain.hashes[start // cache.page_size - 1] if start else None,
+                matched_prefix_tokens=range(start),  # SGLang takes its length alone
+                extra_key=chain.extra_key,
+                cache_salt=chain.cache_salt,
+            ),
+            hashes,
+        )
+        info = cache.ongoing_prefetch.get(handle)
+        if info is None:  # too much is under way for SGLang
+            cache.release_aborted_request(handle)
+            self._postpone(hinted)
+            return
+        self._loads.planner.begins_ahead(handle, num_tokens, num_before=start, spans=spans)
+        self._piece = info.operation
+        if cache.decides_alone:
+            allocate_now(cache)
+
+    def _all_is_loaded(self, hinted: Hinted) -> None:
+        """Note that all is in memory, or that the rest is nowhere or sooner computed."""
+        self._stop()
+        self._queue.served(hinted, 0 if hinted.is_used else hinted.num_loaded)
+        num_pages = hinted.num_in_memory // self._cache.page_size
+        hinted.last_pages.update(hinted.chain.hashes[:num_pages][-1:])
+        self._ended[HintEnd.LOADED] += 1
+        hinted.release()
+
+    def _postpone(self, hinted: Hinted) -> None:
+        """Look again later, and at others meanwhile: what comes before has no host copy yet, or too
+        much is under way."""
+        self._stop()
+        hinted.pause_steps = PAUSE_STEPS
+        hinted.num_passed += 1
+
+    def _stop(self) -> None:
+        """Serve nobody: give up the piece under way, and what is planned of the next."""
+        piece, self._piece = self._piece, None
+        if piece is not None:
+            self._cache.release_aborted_request(piece.handle)
+        self._ask_no_more()
+        self._served = None
+
+    def _ask_no_more(self) -> None:
+        if self._asked is not None:
+            self._loads.agreement.drop_question(self._asked)
+            self._asked = None
 
     def _end_oldest(self) -> None:
         """End the hint whose life ends next, once it has ended on any rank."""
@@ -439,11 +366,10 @@ class Hints:
             agreement.drop_question(question)
         if answer != 0:
             return
-        hinted = self._hinted[oldest.chain]
         if oldest.is_active:
-            self._drop(hinted, OVER, HintEnd.EXPIRED)
+            self._drop(oldest, OVER, HintEnd.EXPIRED)
         else:
-            self._end_life(oldest.chain)
+            self._end_life(oldest)
 
     # ---- It ends ----
 
@@ -455,62 +381,57 @@ class Hints:
     def note_use(self, hashes: list[str]) -> None:
         """Note that a request uses the nodes that end in these pages: hints for them have come
         true."""
-        for last, hinted in list(self._hinted.items()):
+        for hinted in self._queue:
             if hinted.why_dropped or hinted.last_pages.isdisjoint(hashes):
                 continue
             hinted.is_used = True
             if not hinted.is_active:
-                self._end_life(last)
+                self._end_life(hinted)
 
     def end_all(self, why: str) -> None:
         """Drop all hints. Every rank makes this call in the same step."""
-        for last, hinted in list(self._hinted.items()):
-            self._end(last, hinted, why)
+        for hinted in self._queue:
+            self._end(hinted, why)
 
     def erase(self, what: Erasure) -> None:
         """Drop the hints for what is erased. As ``end_all``."""
         gone, tenant_of = frozenset(what.hashes), self._cache.hidden_tenants.tenant_of
-        for last, hinted in list(self._hinted.items()):
+        for hinted in self._queue:
             chain = hinted.chain
             if what.keys is not None:
                 if not gone.isdisjoint(chain.hashes):
-                    self._end(last, hinted, FORGOTTEN)
+                    self._end(hinted, FORGOTTEN)
             elif what.tenant in (None, tenant_of(chain.extra_key, chain.cache_salt)):
-                self._end(last, hinted, PURGED)
+                self._end(hinted, PURGED)
 
-    def _end(self, last: str, hinted: Hinted, why: str) -> None:
+    def _end(self, hinted: Hinted, why: str) -> None:
         if hinted.is_active:
             self._drop(hinted, why)
         elif not hinted.why_dropped:
-            self._end_life(last)
+            self._end_life(hinted)
 
     def tree_was_reset(self) -> None:
         """Drop all hints; SGLang has forgotten the load under way."""
-        self._loader.clear()
         self.end_all(EMPTIED)
         self._memory_is_short = False
 
     def _drop(self, hinted: Hinted, why: str, how: HintEnd = HintEnd.WITHDRAWN) -> None:
         """Serve a hint no longer."""
-        assert hinted.hint is not None
-        self._loads.agreement.drop_question(_is_alive(hinted.hint))
-        if self._served is hinted:
-            self._loader.stop()
-            self._served = None
-        self._queue.drop(hinted.hint, why, self._clock())
+        self._let_go(hinted)
+        self._queue.drop(hinted, why, self._clock())
         self._ended[how] += 1
         hinted.release()
 
-    def _end_life(self, last: str) -> None:
-        hinted = self._hinted.pop(last)
-        assert hinted.hint is not None
-        self._loads.agreement.drop_question(_is_alive(hinted.hint))
+    def _end_life(self, hinted: Hinted) -> None:
+        self._let_go(hinted)
+        self._queue.remove(hinted.name)
+
+    def _let_go(self, hinted: Hinted) -> None:
+        self._loads.agreement.drop_question(_is_alive(hinted))
         if self._served is hinted:
-            self._loader.stop()
-            self._served = None
-        self._queue.remove(last)
+            self._stop()
 
 
-def _is_alive(hint: Hint[str]) -> tuple[str, int]:
+def _is_alive(hint: Hint) -> tuple[str, int]:
     """Name the question that ranks ask about the end of a hint's life."""
     return "hint lives", hint.number

@@ -10,22 +10,16 @@ ranks, and run everywhere. Everything runs on the scheduler thread and waits for
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
-
-from sglang_tiered.integration.cache.loads import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
-
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
-    from sglang_tiered.integration.cache.loads import Loads
     from sglang_tiered.integration.storage.backend import TieredStorage
 
 __all__ = ["HostCopies"]
@@ -38,28 +32,17 @@ MAX_PAUSE_STEPS = 64
 
 
 class HostCopies:
-    """Keeps track of one cache's host copies. ``patience_s``: how long a request's load may be kept
-    waiting and still gain; ``waiting_stores``: nodes that wait for their store."""
+    """The host copies of one cache. ``waiting_stores``: nodes that wait for their store."""
 
-    def __init__(
-        self,
-        cache: HidingCache,
-        loads: Loads[CacheRequestHandle],
-        *,
-        patience_s: Callable[[Any], float],
-        waiting_stores: Callable[[], Iterable[int]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, cache: HidingCache, *, waiting_stores: Callable[[], Iterable[int]]) -> None:
         self._cache = cache
-        self._loads = loads
-        self._patience_s = patience_s
         self._waiting_stores = waiting_stores
-        self._clock = clock
         self._skipped: OrderedDict[int, None] = OrderedDict()
         self._pause_steps = self._next_pause = 0
         self.num_skipped = self.num_recovered = 0
         # In a small host tier; None until counted, when something was copied or stored since.
         self._must_stay: int | None = None
+        self._load_waits = False  # for these, since the last step: no skipped copy goes before it
         self._paths: dict[int, bool] = {}  # copies to make: True; tried in this step: False
 
     # ---- Copies ----
@@ -105,8 +88,9 @@ class HostCopies:
             return None
         return False
 
-    def make_paths(self) -> None:
-        """At the begin of a step: make the copies that loads wait for."""
+    def begin_step(self) -> None:
+        """Make the copies that loads wait for, and count anew what must stay."""
+        self._must_stay = None
         wanted = [node_id for node_id, is_wanted in self._paths.items() if is_wanted]
         self._paths = dict.fromkeys(wanted, False)
         for node_id in wanted:
@@ -137,7 +121,8 @@ class HostCopies:
     def retry(self) -> None:
         """Try the skipped nodes until one fails, then pause, longer after each failure. Counts
         steps and stores, not seconds, so that all ranks try at the same time."""
-        if not self._skipped or self._loads_go_first():
+        load_waits, self._load_waits = self._load_waits, False
+        if not self._skipped or load_waits:
             return
         if self._pause_steps > 0:
             self._pause_steps -= 1
@@ -161,19 +146,14 @@ class HostCopies:
     # ---- Room, in a small host tier ----
 
     def stores_in_the_way(
-        self,
-        request: CacheRequestHandle,
-        num_tokens: int,
-        storage: TieredStorage,
-        *,
-        num_loading: int,
+        self, num_tokens: int, storage: TieredStorage, *, num_loading: int
     ) -> int:
         """Return the tokens whose stores a load of ``num_tokens`` waits for, since host memory has
         no room for it before, beside the ``num_loading`` of others; 0 if it may begin.
 
         A copy stays until it is stored, and in a small host tier such copies may be most of it. A
         load waits for room only where one rank decides alone, since ranks do not know of each other
-        how long a store takes. It waits only while stores go on and the load still gains."""
+        how long a store takes, and only while stores go on."""
         cache = self._cache
         if num_tokens == 0 or not cache.has_small_host or not cache.decides_alone:
             return 0
@@ -183,12 +163,8 @@ class HostCopies:
         host_tokens: int = cache.cache_controller.mem_pool_host.logical_size
         taken = must_stay + num_loading
         in_the_way = min(min(num_tokens, host_tokens) + taken - host_tokens, must_stay)
-        if in_the_way <= 0:
-            return 0
-        now, record = self._clock(), self._loads.get(request)
-        if record.room_until is None:
-            record.room_until = now + self._patience_s(request)
-        return in_the_way if now < record.room_until else 0
+        self._load_waits |= in_the_way > 0
+        return max(0, in_the_way)
 
     def _tokens_that_must_stay(self) -> int:
         """Count the tokens of copies that are being made, wait to be stored, or are being
@@ -202,13 +178,6 @@ class HostCopies:
             self._must_stay = cache.tree_core.num_tokens(nodes)
         return self._must_stay
 
-    def _loads_go_first(self) -> bool:
-        """Whether a load waits for host memory, which no skipped copy may take before it."""
-        if not self._cache.has_small_host:
-            return False
-        now = self._clock()
-        return any(now < (record.room_until or 0.0) for record in self._loads)
-
     def copied(self) -> None:
         """Note that a copy was begun."""
         self._must_stay = None
@@ -219,18 +188,6 @@ class HostCopies:
         self._must_stay = None
         if self._cache.has_small_host:
             self._pause_steps = self._next_pause = 0
-
-    def note_room(self) -> None:
-        """Once per step: end the wait of loads that got their host memory, or what there was of it,
-        and count anew what must stay."""
-        self._must_stay = None
-        if self._cache.has_small_host:
-            for request in self._loads.in_state(State.LOADING):
-                record = self._loads.get(request)
-                info = self._cache.ongoing_prefetch.get(request)
-                has_room = info is not None and info.operation.host_indices is not None
-                if has_room and record.room_until is not None:
-                    record.room_until = 0.0
 
     def clear(self) -> None:
         """Drop all nodes: the tree was emptied."""

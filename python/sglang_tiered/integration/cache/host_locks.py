@@ -24,7 +24,8 @@ class HostLocks(Generic[Reason]):
 
     def __init__(self, cache: UnifiedRadixCache) -> None:
         self._cache = cache
-        self._locks: dict[Reason, tuple[int, DecLockRefParams]] = {}
+        self._locks: dict[Reason, tuple[int, DecLockRefParams, int]] = {}
+        self.num_tokens = 0  # of all locks, as told
 
     def __contains__(self, reason: Reason) -> bool:
         return reason in self._locks
@@ -36,16 +37,26 @@ class HostLocks(Generic[Reason]):
         """The reasons, oldest first."""
         return iter(list(self._locks))
 
-    def lock(self, reason: Reason, node_id: int) -> None:
+    def lock(self, reason: Reason, node_id: int, num_tokens: int = 0) -> None:
         """Keep the host copies up to a node, instead of what the reason kept before."""
-        lock = node_id, self._cache.inc_host_lock_ref(node_id).to_dec_params()
+        params = self._cache.inc_host_lock_ref(node_id).to_dec_params()
         self.unlock(reason)
-        self._locks[reason] = lock
+        self._locks[reason] = node_id, params, num_tokens
+        self.num_tokens += num_tokens
 
     def unlock(self, reason: Reason) -> None:
         """Let go of what a reason kept. Unknown reasons are ignored."""
         if reason in self._locks:
-            self._cache.dec_host_lock_ref(*self._locks.pop(reason))
+            node_id, params, num_tokens = self._locks.pop(reason)
+            self.num_tokens -= num_tokens
+            self._cache.dec_host_lock_ref(node_id, params)
+
+    def unlock_oldest(self) -> bool:
+        """Let go of what has been kept for longest; return False if nothing is."""
+        if not self._locks:
+            return False
+        self.unlock(next(iter(self._locks)))
+        return True
 
     def unlock_all_but(self, kept: Container[Reason] = ()) -> None:
         for reason in self:
@@ -55,6 +66,7 @@ class HostLocks(Generic[Reason]):
     def clear(self) -> None:
         """Drop all locks: the tree was emptied."""
         self._locks.clear()
+        self.num_tokens = 0
 
 
 class Residents:
@@ -103,10 +115,6 @@ class Residents:
             if self._core.get_last_hash_value(node.node_id) in self._set:
                 self.offer_node(node.node_id)
         self.offer_node(node_id)
-
-    def price_chain(self, chain: str, cost: float) -> None:
-        """Set what a token of a chain costs to bring back, if it is a resident."""
-        self._set.price_chain(chain, cost)
 
     def note_eviction(self, num_tokens: int) -> None:
         """Note that the tier evicted so many tokens of others."""

@@ -31,6 +31,7 @@ __all__ = [
     "least_of_ranks",
     "reserve_for_tier",
     "target_host_bytes",
+    "use_host_bytes",
 ]
 
 MIN_TOKENS = 1024
@@ -73,6 +74,14 @@ def target_host_bytes(
     page_bytes = target_token_bytes * page_size
     share = host_bytes * target_token_bytes / token_bytes
     return int(max(page_bytes, share - page_bytes))
+
+
+def use_host_bytes(host_bytes: int, target: Any, drafts: Iterable[Any], *, page_size: int) -> None:
+    """Give SGLang the size in bytes: its flag counts whole gigabytes. As ``target_host_bytes``."""
+    from sglang.srt.runtime_context import get_context
+
+    size = target_host_bytes(host_bytes, target, drafts, page_size=page_size)
+    get_context().override("sglang_tiered.host_bytes", hicache_size=size / 1e9)
 
 
 def around_auto_size(

@@ -8,12 +8,10 @@ threads and are only noted there; everything else runs on the scheduler thread.
 
 from __future__ import annotations
 
-import math
 import time
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from sglang_tiered.integration.cache.loads import Loads, PricedLoad, RequestLoad
-from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
+from sglang_tiered.integration.cache.loads import Loads, PricedLoad, RequestLoad, State
 from sglang_tiered.integration.storage.tier_timing import InFlightRead, TierTiming
 from sglang_tiered.policy.both_ends import plan_segments
 from sglang_tiered.policy.cost_model import (
@@ -42,7 +40,7 @@ STALE_AFTER_S = {Tier.NVME: 3.0, Tier.PEER: 10.0, Tier.OBJECT: 60.0}
 recover. A probe of another server takes some of its time; one of a bucket costs money."""
 
 MIN_FAR_DEADLINE_S = 0.05
-ALWAYS_DEADLINE_S = 10.0  # of reads that are waited for, whatever they cost
+ALWAYS_DEADLINE_S = 10.0  # of reads that are waited for, whatever they cost, and of their turn
 
 TIERS = tuple(Tier)
 """The index of a tier is its number in the cost model."""
@@ -50,10 +48,6 @@ TIERS = tuple(Tier)
 PREFILL_UNITS = ("batch", "token", "pair", "copied_token")
 LOAD_UNITS = ("load", "byte")
 """What the prices of prefill and of loads are of."""
-
-YIELD_SHARE = 0.05
-"""Of its own prefill, what a request waits so that a load that is nearly done gets into the same
-batch: without it, a load that ends a moment too late waits for a whole prefill of others."""
 
 
 class LoadPlanner(Generic[Request]):
@@ -133,29 +127,33 @@ class LoadPlanner(Generic[Request]):
         for timing in self.timings.values():
             timing.drop_reads()
 
-    def stats(self) -> PlannerStats:
-        """Take a snapshot."""
+    def stats(self) -> dict[str, Any]:
+        """Return what was decided and learnt, as the metric table reads it."""
         prefill = self.costs.prefill
-        return PlannerStats(
-            load_decisions={} if self.follows else dict(self.tokens),
-            prefill_tokens_per_s=prefill.tokens_per_s if prefill.num_observed else None,
-            prefill_prices=dict(zip(PREFILL_UNITS, prefill.all_prices, strict=True))
+        return {
+            "load_decisions": {} if self.follows else dict(self.tokens),  # another rank decides
+            "prefill_tokens_per_s": prefill.tokens_per_s if prefill.num_observed else None,
+            "prefill_prices": dict(zip(PREFILL_UNITS, prefill.all_prices, strict=True))
             if prefill.num_observed
             else {},
-            load_prices={
+            "load_prices": {
                 (tier, unit): price
                 for tier, timing in self.timings.items()
                 if timing.cost.num_observed
                 for unit, price in zip(LOAD_UNITS, timing.cost.prices, strict=True)
             },
-            queue_wait_s=self.queue_wait_s,
-            waiting_tokens=self.num_waiting_tokens,
-            num_both_ends=self.num_both_ends,
-            reads={
-                tier: TierReads(timing.durations.take(), timing.busy_s, timing.bytes_per_s)
+            "queue_wait_s": self.queue_wait_s,
+            "waiting_tokens": self.num_waiting_tokens,
+            "num_both_ends": self.num_both_ends,
+            "reads": {
+                tier: {
+                    "durations": timing.durations.take(),
+                    "busy_s": timing.busy_s,
+                    "load_bytes_per_s": timing.bytes_per_s,
+                }
                 for tier, timing in self.timings.items()
             },
-        )
+        }
 
     def learn(self) -> None:
         """Take in what reads took; called once in every step too."""
@@ -237,7 +235,16 @@ class LoadPlanner(Generic[Request]):
             "spans": [(TIERS.index(tier), num_tokens) for tier, num_tokens in spans],
             "ends": ends,
         }
-        record.least = plan = self._plan(record, num_ahead, rank)
+        plan = LoadPlan((num_held,), 0.0, 0.0)
+        if not self.is_unpriced:
+            is_busy = self.num_running > 0
+            plan = self.costs.plan(
+                **record.prefix,
+                ahead=remote_first(num_ahead, self._loading),
+                queue_wait_s=self._queue.seconds(record.place, is_busy=is_busy, rank=rank),
+                num_others=self.num_others(record),
+            )
+        record.least = plan
         if is_new:
             self.tokens[LoadDecision.ABSENT] += max(0, num_new - num_held)
             record.num_held = num_held
@@ -317,29 +324,6 @@ class LoadPlanner(Generic[Request]):
         if record.place is None and record.arrived_at is None:  # nor did it come again
             self.loads.drop(request)
 
-    def _plan(self, record: RequestLoad, num_ahead: int, rank: int = 0) -> LoadPlan:
-        """Plan the load of a request that waits, or, of ``rank``, has no place in the queue yet."""
-        prefix = record.prefix
-        assert prefix is not None
-        if self.is_unpriced:
-            return LoadPlan((prefix["num_held"],), 0.0, 0.0)
-        return self.costs.plan(
-            **prefix,
-            ahead=remote_first(num_ahead, self._loading),
-            queue_wait_s=self._queue.seconds(record.place, is_busy=self.num_running > 0, rank=rank),
-            num_others=self.num_others(record),
-        )
-
-    def end_by_now(self, request: Request, *, num_ahead: int) -> int | None:
-        """Plan the load of a waiting request now, as it was when it arrived last, behind
-        ``num_ahead`` tokens of other loads. Return after how many tokens of its prompt that load
-        would end; None if it gains nothing."""
-        record = self.loads.get(request)
-        if record.prefix is None:
-            return None
-        num_tokens = self._plan(record, num_ahead).num_tokens
-        return record.prefix["num_before"] + num_tokens if num_tokens else None
-
     def leaves(self, request: Request) -> None:
         """Note that a request was admitted. Unknown ones are ignored."""
         record = self.loads.get(request)
@@ -369,17 +353,21 @@ class LoadPlanner(Generic[Request]):
         self.num_waiting_tokens -= record.num_rest
 
     def load_ended(self, request: Request) -> None:
-        """Note that a request's load is under way no more. Its plan stays: it says what another
-        attempt would gain. Unknown ones are ignored."""
-        load = self.loads.get(request).load
+        """Note that a request's load is under way no more, and that it waits for its turn. Its plan
+        stays: it says what another attempt would gain. Unknown ones are ignored."""
+        record = self.loads.get(request)
+        self._end(record.load)
+        if record.state is State.LOADING:
+            self.loads.move(request, State.WAITING)
+
+    def _drop_load(self, record: RequestLoad) -> None:
+        self._end(record.load)
+        record.load = None
+
+    def _end(self, load: PricedLoad | None) -> None:
         if load is not None and load.queued_at is not None:
             self._count(load, -1)
             load.queued_at = None
-
-    def _drop_load(self, record: RequestLoad) -> None:
-        load, record.load = record.load, None
-        if load is not None and load.queued_at is not None:
-            self._count(load, -1)
 
     def begins(self, request: Request) -> None:
         """Note that a request's load was queued."""
@@ -390,13 +378,16 @@ class LoadPlanner(Generic[Request]):
             record.num_loaded += load.plan.num_tokens
             if record.place is not None:
                 record.place.counts = False
-            if load.queued_at is None:
-                self._count(load, 1)
-            load.queued_at = self._clock()
-            if not self.always:
-                useful_s = load.plan.useful_s if load.plan.num_remote else 0.0
-                self.far_deadline_s = max(self.far_deadline_s, useful_s + self._longest_wait_s)
-                self._deadline_is_due = True
+            self._begin(load)
+
+    def _begin(self, load: PricedLoad) -> None:
+        if load.queued_at is None:
+            self._count(load, 1)
+        load.queued_at = self._clock()
+        if not self.always:
+            useful_s = load.plan.useful_s if load.plan.num_remote else 0.0
+            self.far_deadline_s = max(self.far_deadline_s, useful_s + self._longest_wait_s)
+            self._deadline_is_due = True
 
     def plan_ahead(
         self,
@@ -442,12 +433,8 @@ class LoadPlanner(Generic[Request]):
             num_before=num_before,
             spans=self._tokens_of(spans),
         )
-        load = PricedLoad(plan, is_ahead=True, queued_at=self._clock())
-        self.loads.of(request).load = load
-        self._count(load, 1)
-        if plan.num_remote and not self.always:
-            self.far_deadline_s = max(self.far_deadline_s, plan.useful_s)
-        self._deadline_is_due |= not self.always
+        load = self.loads.of(request).load = PricedLoad(plan)
+        self._begin(load)
 
     def _tokens_of(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
         page_tokens = self.costs.page_tokens
@@ -478,49 +465,19 @@ class LoadPlanner(Generic[Request]):
                 others[tier] -= num_tokens
         return others
 
-    def left_s(self, request: Request) -> float:
-        """Return the seconds until a load is expected to end; infinite if it is far too late, or if
-        there is no load."""
-        load = self.loads.get(request).load
-        if load is None or load.queued_at is None or load.is_ahead:
-            return math.inf
-        left_s = load.plan.load_s - (self._clock() - load.queued_at)
-        return max(left_s, 0.0) if left_s > -load.plan.load_s else math.inf
-
-    def yields(self, request: Request, left_s: float) -> bool:
-        """Whether a request that could start now lets a load of another, expected in ``left_s``,
-        arrive first: for at most ``YIELD_SHARE`` of its own prefill in all."""
-        record = self.loads.get(request)
-        if record.place is None:
-            return False
-        patience_s = YIELD_SHARE * record.place.own_s
-        if left_s > patience_s:
-            return False
-        now = self._clock()
-        if record.yields_since is None:
-            record.yields_since = now
-        return now - record.yields_since < patience_s
-
     def gains_by_its_turn(self, request: Request, *, num_ahead: int) -> bool:
         """Whether a request whose load was put off should go on waiting for it, behind
         ``num_ahead`` tokens of other loads."""
         record = self.loads.get(request)
         load = record.load
-        if load is None or self.is_unpriced:
+        if load is None or self.follows:
             return load is not None
-        plan = load.plan
+        stalled_s = self.loads.stalled_s(record)
+        if self.always:
+            return stalled_s < ALWAYS_DEADLINE_S
         ahead = remote_first(num_ahead, self._loading)
-        load_s = self.costs.load_seconds(plan.parts, ahead)
-        wait_s = self.loads.stalled_s(record) + load_s
-        return self.costs.gains(wait_s, plan.saved_s, self.num_others(record))
-
-    def patience_s(self, request: Request) -> float:
-        """Return how long a load may wait for host memory and still gain."""
-        load = self.loads.get(request).load
-        if load is None:
-            return 0.0
-        gain_s = load.plan.saved_s - load.plan.load_s
-        return self.far_deadline_s if self.always else max(0.0, gain_s)
+        wait_s = stalled_s + self.costs.load_seconds(load.plan.parts, ahead)
+        return self.costs.gains(wait_s, load.plan.saved_s, self.num_others(record))
 
     def should_wait(
         self,

@@ -12,26 +12,18 @@ With pipeline parallelism SGLang decides alone.
 
 from __future__ import annotations
 
-import math
 from array import array
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
-from sglang_tiered.integration.cache.declined_loads import (
-    ABSENT,
-    DECLINED,
-    DeclinedLoads,
-    told_end,
-)
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.loads import (
-    Planned,
     State,
     allocate_now,
     restorable_ends,
@@ -40,6 +32,8 @@ from sglang_tiered.integration.cache.small_host import note_absent
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
@@ -54,7 +48,11 @@ if TYPE_CHECKING:
     from sglang_tiered.request_log import Why
     from sglang_tiered.storage.stack.tiers import Span
 
-__all__ = ["LoadScheduler"]
+__all__ = ["ABSENT", "DECLINED", "LoadScheduler", "told_end"]
+
+DECLINED, ABSENT = -1, -2
+"""What a rank answers in place of where a load ends: that computing is sooner, or that its tiers
+hold nothing. The least answer counts, so a prefix that one rank lacks is not declined."""
 
 MAX_ASKS_PER_STEP = 16
 """Put-off requests that are looked at in one step: so many in queue order, and as many in turn,
@@ -67,12 +65,21 @@ MAX_LOOKS_PER_STEP = 8
 """Loads under way for which a step asks whether to wait on: so many in queue order, and as many in
 turn, so that one that hangs behind others is found. Those that have ended are not among them."""
 
+LOOKED_AT = {
+    State.ASKED: MAX_ANSWERS_PER_STEP,
+    State.DEFERRED: MAX_ASKS_PER_STEP,
+    State.LOADING: MAX_LOOKS_PER_STEP,
+}
+
 GIVES_WAY_STEPS = 8
 """Steps after which a request whose load has ended, and that was not admitted, keeps no room from
 one that could start: it waits for an adapter's slot, say, or for a decode server."""
 
-MAX_YIELDED_TO = 32
-"""Loads under way that a request may let arrive first: the oldest, since tiers read in order."""
+
+def told_end(end: int, *, has_back: bool = False) -> int:
+    """Return what a rank tells of where a load ends: the smaller, the less it loads; of equal ends
+    the one counts of which nothing is read from the back."""
+    return 2 * end + has_back
 
 
 def _gain_of(request: CacheRequestHandle) -> tuple[str, CacheRequestHandle]:
@@ -104,23 +111,27 @@ class LoadScheduler:
         self._backs = backs
         self._notes = notes
         self._window: PrefetchWindow[CacheRequestHandle] = PrefetchWindow(window_tokens)
-        # In this step: of requests that wait for the other ranks' answer, and for their turn.
-        self._num_asks_left = [0, 0]
-        self._soonest_load_s: float | None = None  # of the loads under way; None until computed
-        self._num_looks_left = 0
-        self._ask_stride = self._look_stride = 0  # each request's turn comes once in so many steps
         self._num_steps = 0
-        self._is_served: bool | None = None  # whether the tiers serve loads; None until asked
-        self._num_begun = 0
+        # In this step, of the requests in a state: how many more are looked at in queue order, and
+        # in how many steps each of the others has its turn.
+        self._num_left = dict.fromkeys(LOOKED_AT, 0)
+        self._strides = dict.fromkeys(LOOKED_AT, 0)
         self._num_unused: int | None = None  # host tokens that were loaded; None until counted
         # Of what was loaded for requests that were not admitted yet.
         self._locks: HostLocks[CacheRequestHandle] = HostLocks(cache)
-        self.declined = DeclinedLoads(planner)
 
     # ---- A load begins ----
 
-    def plan(self, call: PrefetchArguments, storage: TieredStorage) -> Planned | None:
-        """Return what of a request's prefix to load now; None for nothing, or not yet.
+    def begin_load(self, call: PrefetchArguments) -> bool | None:
+        """Have SGLang load what pays of a prefix; nothing, or not yet, where that is best."""
+        if not call.request.rid.startswith(HEALTH_CHECK_RID_PREFIX):  # on a quiet server, most
+            self._requests.arrives(call.request)
+        self._backs.drop(call.request)
+        storage = self._cache.storage
+        return self._begin(call) if storage is None else self._plan(call, storage)
+
+    def _plan(self, call: PrefetchArguments, storage: TieredStorage) -> bool | None:
+        """Begin to load what of a request's prefix is best; None for nothing, or not yet.
 
         A scheduler that decides alone begins the load of a request that has just come at once; a
         cold request returns at once and is admitted in the same pass. Several ranks agree in the
@@ -134,7 +145,6 @@ class LoadScheduler:
         is_new = record.place is None and not record.has_run  # which is in the middle of a step
         has_waited = record.state is State.DEFERRED
         self._withdraw(request)
-        self._requests.waits_again(request, State.DECLINED)
         began_at = self._notes.clock()
         spans = storage.lookup_spans(chain := cache.page_hashes(call.new_key, call.last_hash))
         hashes = chain[: sum(span.num_pages for span in spans)]
@@ -181,13 +191,11 @@ class LoadScheduler:
         )
         if not is_load:
             self._drop_questions(request)
-            if end == DECLINED:
-                self.declined.add(request)
             return None
         # One that has just come overtakes nobody who waits for room.
         ask = self._window.has_room if has_waited else self._window.has_room_for_next
         why: Why | None = None if ask(num_agreed, self.num_tokens()) else "window"
-        if why is None and self._stores_in_the_way(request, num_agreed, storage):
+        if why is None and self._stores_in_the_way(num_agreed, storage):
             why = "stores"
         has_path = why is None and self._copies.has_host_path(call.last_host_node_id)
         if why is not None or has_path is None:
@@ -197,42 +205,37 @@ class LoadScheduler:
         if not has_path:
             self._notes.given_up(request, "no_host_path", num_loaded)
             return None
+        pages = chain[: num_agreed // cache.page_size]  # whatever this rank's tiers hold by now
         if has_back:
-            return Planned(call, is_new, self._chain(call, hashes, num_agreed), num_agreed, spans)
+            self._backs.begin(call, pages, spans, is_new=is_new)
+            return None
         tokens = tokens[: num_agreed + int(cache.tree_core.is_eagle)]
-        held = hashes[: num_agreed // cache.page_size]
-        return Planned(call._replace(new_input_tokens=tokens), is_new, held)
+        return self._begin(call._replace(new_input_tokens=tokens), pages, is_new=is_new)
 
     def _note_absent(self, end: int, chain: list[str], num_held: int) -> None:
         """Have what the tiers lack of a prefix stored again, unless a load of it was declined."""
         if end != DECLINED:
             note_absent(self._cache, chain, num_held // self._cache.page_size)
 
-    def _chain(self, call: PrefetchArguments, hashes: list[str], num_tokens: int) -> list[str]:
-        """Return the pages of what all ranks load, whatever this one's tiers hold by now."""
-        num_pages = num_tokens // self._cache.page_size
-        if len(hashes) >= num_pages:
-            return hashes[:num_pages]
-        return self._cache.page_hashes(call.new_key, call.last_hash)[:num_pages]
-
-    def begun(self, planned: Planned) -> None:
-        """Note a load that SGLang was asked for, unless SGLang declined it."""
-        call, is_new = planned.call, planned.is_new
+    def _begin(
+        self, call: PrefetchArguments, pages: Sequence[str] = (), *, is_new: bool = False
+    ) -> bool | None:
+        """Have SGLang load these pages, which may decline. ``is_new``: the request has just come,
+        so this is between two steps."""
         request = call.request
+        result: bool | None = self._cache.begin_load(call, pages)
         if request not in self._cache.ongoing_prefetch:
             self._notes.given_up(request, "refused", len(call.new_input_tokens))
-            return
+            return result
         self._notes.begun(request)
         self.planner.begins(request)
         self._requests.move(request, State.LOADING)
         record = self._requests.get(request)
-        record.look_number = self._num_begun
-        self._num_begun += 1
         whole = array("q", call.matched_prefix_tokens or ()) + array("q", call.new_input_tokens)
         record.key = RadixKey(whole, extra_key=call.extra_key, cache_salt=call.cache_salt)
-        if is_new and self._cache.decides_alone:
-            # Between two steps; a repeated attempt may be in the middle of one.
+        if is_new and self._cache.decides_alone:  # a repeated attempt may be within a step
             allocate_now(self._cache)
+        return result
 
     def comes(self, req: Any, max_attempts: int, rank: int = 0) -> None:
         """Take note of SGLang's request whose load is planned next, and that goes before those of
@@ -309,17 +312,8 @@ class LoadScheduler:
             if record.state is State.WAITING and not record.is_last_attempt:
                 self._defer(request, record.num_landed, rests=True)
 
-    def _attempt_declined(self) -> None:
-        """Let SGLang attempt a declined load that gains by now, as it does those put off."""
-        for request in self.declined.step(self.agreement, num_ahead=self._backs.num_ahead()):
-            self._attempt(request)
-
-    def _stores_in_the_way(
-        self, request: CacheRequestHandle, num_tokens: int, storage: TieredStorage
-    ) -> int:
-        return self._copies.stores_in_the_way(
-            request, num_tokens, storage, num_loading=self.num_tokens()
-        )
+    def _stores_in_the_way(self, num_tokens: int, storage: TieredStorage) -> int:
+        return self._copies.stores_in_the_way(num_tokens, storage, num_loading=self.num_tokens())
 
     def _agree_on_end(
         self,
@@ -367,6 +361,23 @@ class LoadScheduler:
 
     # ---- While it runs ----
 
+    def has_loaded(
+        self, request: CacheRequestHandle, ask_sglang: Callable[[CacheRequestHandle], Any]
+    ) -> bool:
+        """Whether a request whose turn has come need not wait for its load."""
+        record = self._requests.get(request)
+        if record.back is not None:
+            has_loaded = self._backs.may_start(request)
+        elif self.rests(record):
+            has_loaded = False
+        elif record.put_off is not None:
+            has_loaded = not self._stays_put_off(request, record.put_off)
+        else:
+            has_loaded = bool(ask_sglang(request))
+        if not has_loaded:
+            self._requests.held_up(record)
+        return has_loaded
+
     def num_tokens(self) -> int:
         """Return the host tokens of loads in flight and of loads not yet used by their request."""
         if self._num_unused is None:
@@ -380,70 +391,43 @@ class LoadScheduler:
     def step(self) -> None:
         """Begin a step of the scheduler."""
         self.planner.step()
-        self._num_asks_left = [MAX_ANSWERS_PER_STEP, MAX_ASKS_PER_STEP]
-        self._num_looks_left = MAX_LOOKS_PER_STEP
         self._num_steps += 1
-        self._is_served = None
-        self._soonest_load_s = None
         self._num_unused = None
         self._attempt_put_off()
-        self._attempt_declined()
-        num_in = self._requests.num_in
-        num_put_off = num_in(State.ASKED) + num_in(State.DEFERRED)
-        self._ask_stride = num_put_off // MAX_ASKS_PER_STEP
-        self._look_stride = num_in(State.LOADING) // MAX_LOOKS_PER_STEP
+        self._num_left = LOOKED_AT.copy()
+        self._strides = {
+            state: self._requests.num_in(state) // most for state, most in LOOKED_AT.items()
+        }
 
     def rests(self, record: RequestLoad) -> bool:
         """Whether a request waits for a load and is not looked at again in this step. Decided by
-        what all ranks know: the order of the questions and of the loads."""
-        if record.put_off is not None:
-            # What waits only for the other ranks' answer must not wait behind loads.
-            loads = record.put_off.num_tokens > 0
-            if self._num_asks_left[loads] > 0:
-                self._num_asks_left[loads] -= 1
-                return False
-            return not loads or self._has_no_turn(record.put_off.rank[1], self._ask_stride)
-        if record.state is not State.LOADING:
+        what all ranks know: the order of the questions, and in which the requests arrived."""
+        state, place = record.state, record.place
+        if state not in LOOKED_AT or place is None:
             return False
-        if self._num_looks_left > 0:
-            self._num_looks_left -= 1
+        if self._num_left[state] > 0:
+            self._num_left[state] -= 1
             return False
-        return self._has_no_turn(record.look_number, self._look_stride)
-
-    def _has_no_turn(self, number: int, stride: int) -> bool:
-        return stride > 1 and (number + self._num_steps) % stride > 0
-
-    def yields(self, request: CacheRequestHandle) -> bool:
-        """Whether a request waits a moment for loads of others that are nearly there."""
-        loads = self._cache.ongoing_prefetch
-        if not loads or not self._cache.decides_alone:
-            return False
-        if self._soonest_load_s is None:
-            under_way = [
-                self.planner.left_s(handle)
-                for handle, info in islice(loads.items(), MAX_YIELDED_TO)
-                if info.operation.completed_tokens < info.operation.storage_hit_count
-            ]
-            self._soonest_load_s = min(under_way, default=math.inf)
-        yields = self.planner.yields(request, self._soonest_load_s)
-        if yields:
-            self.keeps_room(request)
-        return yields
+        stride = self._strides[state]
+        has_turn = stride <= 1 or (place.number + self._num_steps) % stride == 0
+        return state is State.ASKED or not has_turn
 
     def keeps_room(self, request: CacheRequestHandle) -> None:
         """Note that a request waits, but for no load and for nothing that others need not wait
         for, so what was loaded for it gives way to no other load."""
         self._requests.get(request).landed_at = self._num_steps
 
-    def stays_put_off(self, request: CacheRequestHandle, storage: TieredStorage) -> bool:
+    def _stays_put_off(
+        self, request: CacheRequestHandle, put_off: PutOff[CacheRequestHandle]
+    ) -> bool:
         """Whether a request whose load was put off goes on waiting."""
-        put_off = self._requests.get(request).put_off
-        assert put_off is not None
-        num_tokens = put_off.num_tokens
+        storage, num_tokens = self._cache.storage, put_off.num_tokens
+        if storage is None:
+            return False
         if num_tokens == 0:  # it waits for the other ranks alone
             self._attempt(request)
             return True
-        in_the_way = self._stores_in_the_way(request, num_tokens, storage)
+        in_the_way = self._stores_in_the_way(num_tokens, storage)
         if not self._gains_by_its_turn(request, in_the_way, storage):
             self._notes.given_up(request, "turn", num_tokens)
             self._withdraw(request)
@@ -462,7 +446,7 @@ class LoadScheduler:
         """Whether waiting still pays on every rank, as far as that is known: several ranks answer
         each other in the next step."""
         # A store is taken to last as long as a load.
-        gains = self._serves_loads(storage) and self.planner.gains_by_its_turn(
+        gains = storage.serves_loads and self.planner.gains_by_its_turn(
             request, num_ahead=self._backs.num_ahead() + num_stored_first
         )
         question = _gain_of(request)
@@ -471,10 +455,22 @@ class LoadScheduler:
             self.agreement.drop_question(question)
         return answer != 0
 
-    def starts_without(self, operation: Any, storage: TieredStorage) -> bool:
-        """Whether to start with what has arrived: computing the rest is sooner by now, the request
-        was held up for long enough, or the tier stopped serving. SGLang reduces it over ranks."""
-        if not self._serves_loads(storage):
+    def starts_without(self, operation: Any, *, is_overdue: bool) -> bool:
+        """Whether a request starts with what has arrived of its load. ``is_overdue``: by SGLang's
+        own deadline, which bounds only loads that no price does. SGLang reduces it over ranks."""
+        storage = self._cache.storage
+        if storage is not None and self._gains_nothing(operation, storage):
+            return True
+        if is_overdue and (storage is None or self.planner.always):
+            num_missing = operation.stats_requested_tokens - operation.completed_tokens
+            self._notes.given_up(operation.handle, "deadline", num_missing)
+            return True
+        return False
+
+    def _gains_nothing(self, operation: Any, storage: TieredStorage) -> bool:
+        """Whether computing the rest is sooner by now, the request was held up for long enough, or
+        the tier stopped serving."""
+        if not storage.serves_loads:
             self._notes.given_up(operation.handle, "tier")
             return True
         is_read = operation.host_indices is not None
@@ -500,19 +496,12 @@ class LoadScheduler:
             self._notes.given_up(operation.handle, "late", num_missing)
         return not waits
 
-    def _serves_loads(self, storage: TieredStorage) -> bool:
-        """Whether waiting for a load can still pay off, as of this step."""
-        if self._is_served is None:
-            self._is_served = storage.serves_loads
-        return self._is_served
-
     # ---- It has ended ----
 
     def revoked(self, request: CacheRequestHandle) -> None:
         """Look no more at a load that SGLang gave up unread."""
         self._notes.given_up(request, "revoked")
         self.planner.load_ended(request)
-        self._requests.waits_again(request, State.LOADING)
         self._requests.get(request).key = None
 
     def ended(self, request: CacheRequestHandle, num_loaded: int) -> None:
@@ -520,9 +509,7 @@ class LoadScheduler:
         the loads of later requests would evict it before."""
         self._notes.load_ended(request, num_loaded)
         self.planner.load_ended(request)
-        self.declined.expect_prices()
         self.unlock_loaded(request)
-        self._requests.waits_again(request, State.LOADING)
         record = self._requests.get(request)
         key, record.key = record.key, None
         if key is None or num_loaded == 0:
@@ -557,7 +544,8 @@ class LoadScheduler:
         self.planner.leaves(request)
 
     def drop(self, request: CacheRequestHandle) -> None:
-        """Drop a request that was aborted, or a load that no request waits for."""
+        """Drop a request that was aborted, or a part of its load."""
+        self._backs.drop(request)
         self._notes.aborted(request)
         self._stop(request)
         self.planner.drop(request)
@@ -580,15 +568,13 @@ class LoadScheduler:
         """End all waiting for turns."""
         for request in self._requests.in_state(State.ASKED, State.DEFERRED):
             self._withdraw(request)
-        self.declined.clear()
         self.agreement.drop_all()
 
     def clear(self) -> None:
         """Drop all loads: the tree was emptied."""
         self._num_unused = None
         self._locks.clear()
-        self._num_asks_left = [0, 0]
+        self._num_left = dict.fromkeys(LOOKED_AT, 0)
         self._window.clear()
         self.planner.clear()
-        self.declined.clear()
         self.agreement.drop_all()

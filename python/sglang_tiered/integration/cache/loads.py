@@ -20,13 +20,12 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
 
-from sglang_tiered.integration.observe.stats import WaitStats
-from sglang_tiered.metrics import Durations
+from sglang_tiered.metrics import DurationCounts, Durations
 from sglang_tiered.policy.cost_model import LoadPlan
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -34,13 +33,11 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.prefetch import PutOff
     from sglang_tiered.policy.queue_wait import QueuePlace
-    from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = [
     "Back",
     "PricedLoad",
     "Loads",
-    "Planned",
     "PrefetchArguments",
     "RequestLoad",
     "Segment",
@@ -56,7 +53,6 @@ class State(enum.IntEnum):
     """Says what a request waits for."""
 
     WAITING = enum.auto()  # for its turn
-    DECLINED = enum.auto()  # the same, and its load is planned again meanwhile
     ASKED = enum.auto()  # for the other ranks, to say where its load ends
     DEFERRED = enum.auto()  # for its load's turn
     LOADING = enum.auto()  # for a load that SGLang has
@@ -87,24 +83,12 @@ class PrefetchArguments(NamedTuple):
         return len(self.matched_prefix_tokens or ())
 
 
-class Planned(NamedTuple):
-    """Describes a load that begins now."""
-
-    call: PrefetchArguments
-    is_new: bool  # the request has just come, so this is between two steps
-    hashes: Sequence[str] = ()  # of its pages, as far as the tiers hold them
-    # Of a prefix that is read from its back, while its front is computed:
-    num_back: int = 0  # tokens of it
-    spans: Sequence[Span] = ()
-
-
 @dataclass(slots=True)
 class PricedLoad:
     """Describes a load that is planned or under way. Times are of the planner's clock."""
 
     plan: LoadPlan
     is_back: bool = False  # read from its end, while its request computes the front
-    is_ahead: bool = False  # no request waits for it
     queued_at: float | None = None
     begun_at: float | None = None  # when its reads were first seen under way
     left_to_begin_s: float = 0.0
@@ -160,21 +144,17 @@ class RequestLoad:
     num_held: int = 0  # in the tiers, when it came
     num_loaded: int = 0
     num_rest: int = 0  # that it is to compute
-    yields_since: float | None = None
     rank: int = 0  # those of smaller ranks are admitted first
-    num_attempts: int = 0  # of a load that was declined
     may_yield: bool = False  # it may be computed in chunks of ours
     has_run: bool = False  # it comes again, with less than it had
     is_own_attempt: bool = False  # that SGLang was asked for here
     is_last_attempt: bool = False  # SGLang makes no more
     key: RadixKey | None = None  # while it loads, of all that is in memory once that has ended
-    look_number: int = 0  # of its load
     # Of what its load brought, as long as host copies of it are locked:
     num_landed: int = 0
     landed_at: int = 0  # in which step
     arrived_at: float | None = None
     held_up_at: float | None = None  # when nothing but its load first kept it
-    room_until: float | None = None  # until when its load waits for stores to leave it room
 
 
 class Loads(Generic[Request]):
@@ -215,10 +195,6 @@ class Loads(Generic[Request]):
         """Return how many requests are in a state."""
         return len(self._in_state[state])
 
-    def first_in(self, state: State) -> Request | None:
-        """Return the request that came to a state first."""
-        return next(iter(self._in_state[state]), None)
-
     def move(self, request: Request, state: State) -> None:
         """Put a request into a state, behind all that are in it. Unknown ones are ignored."""
         record = self._records.get(request)
@@ -226,14 +202,6 @@ class Loads(Generic[Request]):
             del self._in_state[record.state][request]
             record.state = state
             self._in_state[state][request] = None
-
-    def waits_again(self, request: Request, after: State) -> bool:
-        """Have a request wait for its turn that is in the state ``after``; return whether it
-        was."""
-        was = request in self._in_state[after]
-        if was:
-            self.move(request, State.WAITING)
-        return was
 
     # ---- How long they wait ----
 
@@ -273,9 +241,10 @@ class Loads(Generic[Request]):
             if record.num_loaded:
                 self._waits_for_loads.record(self.held_s(record))
 
-    def wait_stats(self) -> WaitStats:
-        """Take a snapshot."""
-        return WaitStats(self._waits.take(), self._waits_for_loads.take())
+    def wait_stats(self) -> dict[str, DurationCounts]:
+        """Return the waits of requests until their admission, and how long nothing but its load
+        kept each of those with one."""
+        return {"requests": self._waits.take(), "loads": self._waits_for_loads.take()}
 
     # ---- They leave ----
 

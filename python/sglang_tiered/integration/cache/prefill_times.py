@@ -17,7 +17,6 @@ import json
 import math
 import time
 from collections import OrderedDict
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -193,17 +192,15 @@ class PrefillClock:
         self, process: Callable[..., Any], scheduler: Any, batch: Any, result: Any
     ) -> Any:
         tiering = _tiering_of(scheduler)
-        # SGLang releases requests that end with this batch before anybody can time it.
-        with nullcontext() if tiering is None else tiering.notes.until_timed():
-            returned = process(scheduler, batch, result)
-            ended = self._clock()
-            if batch.forward_iter in self._launched and batch.launch_ts is not None:
-                launched = self._launched.pop(batch.forward_iter)
-                if tiering is not None:
-                    seconds = ended - max(batch.launch_ts, self._ended_at)
-                    self._tell(tiering, batch, seconds, launched.num_copied)
-                    if launched.is_prefill:
-                        tiering.prefill_ended(ended)
+        returned = process(scheduler, batch, result)
+        ended = self._clock()
+        if batch.forward_iter in self._launched and batch.launch_ts is not None:
+            launched = self._launched.pop(batch.forward_iter)
+            if tiering is not None:
+                seconds = ended - max(batch.launch_ts, self._ended_at)
+                self._tell(tiering, batch, seconds, launched.num_copied)
+                if launched.is_prefill:
+                    tiering.prefill_ended(ended)
         self._ended_at = ended
         return returned
 

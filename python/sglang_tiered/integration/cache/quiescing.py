@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from queue import Queue
 
-__all__ = ["LoadsUnderWay", "is_under_way", "wait_for_loads", "wait_until_quiet"]
+__all__ = ["LoadsUnderWay", "is_under_way", "next_items", "wait_for_loads", "wait_until_quiet"]
 
 QUIESCE_S = 30.0
 """A disk that has not answered for this long counts as hung."""
@@ -59,8 +59,8 @@ class LoadsUnderWay:
         """Note the ends among the items that SGLang takes of the controller's queues within this
         context: so many, or all of them for None."""
         controller, buffer = cache.cache_controller, cache.buffer_pipeline
-        answered = _first(controller.prefetch_hit_queue, num_answered)
-        acks = _first(controller.ack_prefetch_queue, num_acks)
+        answered = next_items(controller.prefetch_hit_queue, num_answered)
+        acks = next_items(controller.ack_prefetch_queue, num_acks)
         yield
         asked = self._parked.union(answered)
         self._parked = set() if buffer is None else set(buffer.pending_hit_allocs)
@@ -125,7 +125,7 @@ def _wait_while(
     return True
 
 
-def _first(queue: Queue[Any], number: int | None) -> list[Any]:
+def next_items(queue: Queue[Any], number: int | None) -> list[Any]:
     """Return the items that come next (all of them for None) without taking them."""
     with queue.mutex:
         return list(islice(queue.queue, number))

@@ -2,8 +2,8 @@
 
 A subclass of ``UnifiedRadixCache``: SGLang offers sessions, hybrid models, speculative decoding and
 disaggregation to no other class. The tree, the host tier and the device copies are SGLang's. Each
-override is SGLang's part and one act of ``Tiering``, which decides, ``TierObserver``, which tells,
-or the books of the storage. Every method runs on the scheduler thread and none waits for a disk.
+override is SGLang's part and one act of ``Tiering``, which decides, of metrics and events, or of
+the books of the storage. Every method runs on the scheduler thread and none waits for a disk.
 
 With several ranks every decision must come out the same on all of them, and what a rank's own shard
 holds may differ after a crash. So the local index is asked only by a scheduler that decides alone.
@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import (
     BASE_COMPONENT_TYPE,
     ComponentType,
 )
-from sglang.srt.runtime_context import get_context, get_disagg, get_parallel
+from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_tiered.integration.cache import small_host
@@ -32,22 +32,26 @@ from sglang_tiered.integration.cache.hints import WEIGHTS
 from sglang_tiered.integration.cache.host_size import (
     check_asked_size,
     least_of_ranks,
-    target_host_bytes,
+    use_host_bytes,
 )
 from sglang_tiered.integration.cache.loads import PrefetchArguments
 from sglang_tiered.integration.cache.prefill_times import make_planner
 from sglang_tiered.integration.cache.quiescing import (
     LoadsUnderWay,
     is_under_way,
+    next_items,
     wait_until_quiet,
 )
 from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
-from sglang_tiered.integration.cache.tiering import Tiering, TierObserver, stats_of
+from sglang_tiered.integration.cache.tiering import Tiering
 from sglang_tiered.integration.cache.unmarked_core import use_unmarked_core
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector, RecentRequests
 from sglang_tiered.integration.identity.request_names import conversation_of
 from sglang_tiered.integration.identity.tenants import SECRET_BITS
+from sglang_tiered.integration.observe.exporter import MetricsExporter, rank_labels
+from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
+from sglang_tiered.integration.observe.stats import holdings, process_stats
 from sglang_tiered.integration.observe.stories import open_notes
 from sglang_tiered.integration.ranks import (
     RankAgreement,
@@ -72,7 +76,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
     from sglang_tiered.config import TieredConfig
-    from sglang_tiered.integration.observe.stats import ProcessStats
+    from sglang_tiered.integration.observe.stats import Stats
     from sglang_tiered.storage.base import Erasure
 
 __all__ = ["TieredRadixCache"]
@@ -91,7 +95,8 @@ class TieredRadixCache(HidingCache):
 
     config: TieredConfig | None = None
     tiering: Tiering | None = None
-    _observer: TierObserver | None = None
+    _events: TierEvents | None = None
+    _exporter: MetricsExporter | None = None
     _is_quiescing = False
     _holds_old_kv = False  # of weights that were replaced, whether or not a tier was attached
     hide_heard: Callable[[Sequence[Erasure]], object] | None = None  # once there is a scheduler
@@ -107,12 +112,11 @@ class TieredRadixCache(HidingCache):
         self.decides_alone = self.pp_size == 1 and not groups_of(self)
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
-        config = self.config
+        config, pool = self.config, self.token_to_kv_pool_allocator.get_kvcache()
+        drafts = params.sidecar_draft_device_pools
         if config is not None and config.host_bytes_per_rank is not None:
-            self._size_host_tier(config.host_bytes_per_rank, params)
-        check_asked_size(
-            self.token_to_kv_pool_allocator.get_kvcache(), params.sidecar_draft_device_pools
-        )
+            use_host_bytes(config.host_bytes_per_rank, pool, drafts, page_size=self.page_size)
+        check_asked_size(pool, drafts)
         with use_tiered_controller(), small_host.checked_size():
             super().init_hicache(server_args, params)
         self.session = PublishingSession(self)
@@ -121,14 +125,15 @@ class TieredRadixCache(HidingCache):
             self.load_back_threshold = 1
         secret = least_on_every_rank(self, [secrets.randbits(SECRET_BITS)])[0]
         self.hidden_tenants.use_secret(secret)
-        storage, exports = self.storage, bool(self._enable_metrics_flag)
-        if storage is None:
-            self._observer = TierObserver(self, None, params, exports=exports)
-            return
-        storage.use_hidden(self.hidden_pages, counts_pages=self.buffer_pipeline is None)
-        if self.pp_size == 1:
-            self.tiering = self._make_tiering(storage)
-        self._observer = TierObserver(self, storage, params, exports=exports)
+        storage = self.storage
+        if storage is not None:
+            storage.use_hidden(self.hidden_pages, counts_pages=self.buffer_pipeline is None)
+            if self.pp_size == 1:
+                self.tiering = self._make_tiering(storage)
+            self._events = TierEvents.of_cache(self.tree_core, storage, params)
+        if self._enable_metrics_flag:
+            self._exporter = MetricsExporter(self.process_stats, labels=rank_labels())
+            self._exporter.export()  # every series is there before its first failure
 
     def _make_tiering(self, storage: TieredStorage) -> Tiering:
         config = self.config
@@ -145,16 +150,6 @@ class TieredRadixCache(HidingCache):
         device_tokens: int = self.token_to_kv_pool_allocator.size_full
         is_buffer = self.buffer_pipeline is not None
         return HostBudget(host_tokens, device_tokens, is_small=self.has_small_host or is_buffer)
-
-    def _size_host_tier(self, host_bytes: int, params: CacheInitParams) -> None:
-        """Give SGLang the size in bytes: its flag counts whole gigabytes."""
-        size = target_host_bytes(
-            host_bytes,
-            self.token_to_kv_pool_allocator.get_kvcache(),
-            params.sidecar_draft_device_pools,
-            page_size=self.page_size,
-        )
-        get_context().override("sglang_tiered.host_bytes", hicache_size=size / 1e9)
 
     # ---- What the parts ask ----
 
@@ -232,7 +227,9 @@ class TieredRadixCache(HidingCache):
     def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None:
         """Begin the load of as much of a prefix as pays, now or in its turn."""
         call = self.visible_part(PrefetchArguments(*args, **kwargs))
-        return self.begin_load(call) if self.tiering is None else self.tiering.begin_load(call)
+        return (
+            self.begin_load(call) if self.tiering is None else self.tiering.loads.begin_load(call)
+        )
 
     def begin_load(self, call: PrefetchArguments, hashes: Sequence[str] = ()) -> bool | None:
         """Have SGLang load a prefix. ``hashes``: of its pages, which the tiers hold; without,
@@ -248,19 +245,23 @@ class TieredRadixCache(HidingCache):
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Whether the request may be admitted now: nothing it waits for is still loading."""
         has_loaded = self.load_has_ended(request)
-        return has_loaded if self.tiering is None else self.tiering.may_start(request, has_loaded)
+        if self.tiering is not None:
+            self.tiering.notes.may_start(request, has_loaded)
+        return has_loaded
 
     def load_has_ended(self, request: CacheRequestHandle) -> bool:
         """Whether no load of a request is under way or still to begin."""
         ask = super().check_prefetch_progress
-        return bool(ask(request)) if self.tiering is None else self.tiering.has_loaded(request, ask)
+        if self.tiering is None:
+            return bool(ask(request))
+        return self.tiering.loads.has_loaded(request, ask)
 
     def _prefetch_deadline_expired(self, operation: Any) -> bool:
         """Whether to start with what has arrived; SGLang reduces it over ranks."""
         expired = bool(super()._prefetch_deadline_expired(operation))
         if self.tiering is None:
             return expired
-        return self.tiering.starts_without(operation, is_overdue=expired)
+        return self.tiering.loads.starts_without(operation, is_overdue=expired)
 
     def _handle_prefetch_result(self, operation: Any) -> None:
         if self.tiering is not None and self.tiering.returns.arrived(operation):
@@ -290,7 +291,7 @@ class TieredRadixCache(HidingCache):
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
         if self.tiering is not None:
-            self.tiering.aborted(request)
+            self.tiering.loads.drop(request)
         super().release_aborted_request(request)
 
     def claim_kv_row(self, req: Any) -> bool:
@@ -308,8 +309,8 @@ class TieredRadixCache(HidingCache):
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, int] | None:
         result: tuple[int, int] | None = super().init_load_back(params)
-        if self._observer is not None:
-            self._observer.announce_node(params.best_match_node)
+        if self._events is not None:
+            self._events.announce_node(params.best_match_node)
         if self.tiering is not None:
             # What the device had already, behind states of other components, is not copied.
             num_copied = 0 if result is None else min(result[0], params.host_hit_length)
@@ -357,18 +358,17 @@ class TieredRadixCache(HidingCache):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        before = {} if n_backup == 0 else small_host.stores_under_way(self)
+        results = next_items(self.cache_controller.ack_backup_queue, n_backup)
+        nodes = small_host.nodes_of_stores(self, results)
         with self._loads_under_way.noting_ends(self, n_storage_hit, n_ack_prefetch):
             super()._drain_storage_control_queues_impl(
                 n_storage_hit, n_ack_prefetch, n_backup, *args, **kwargs
             )
-        after = small_host.stores_under_way(self) if before else {}
-        ended = [node_id for each, node_id in before.items() if each not in after]
-        if ended and self.tiering is not None:
-            self.tiering.stores_ended()
-        if self._observer is not None:
-            for node_id in ended:
-                self._observer.announce_node(node_id)
+        if results and self.tiering is not None:
+            self.tiering.stores_ended(results)
+        if self._events is not None:
+            for node_id in nodes:
+                self._events.announce_node(node_id)
 
     def pages_shown(self, nodes: Sequence[TreePathNodeInfo]) -> None:
         if self.tiering is not None:
@@ -424,23 +424,26 @@ class TieredRadixCache(HidingCache):
 
     def take_events(self) -> list[Any]:
         events: list[Any] = super().take_events()
-        return events if self._observer is None else events + self._observer.take_events()
+        return events if self._events is None else events + self._events.take_events()
 
-    def process_stats(self) -> ProcessStats:
-        """Take a snapshot. The cache must have a storage."""
-        assert self.storage is not None
-        return stats_of(self, self.storage, self.tiering)
+    def process_stats(self) -> Stats:
+        """Take a snapshot for the metrics."""
+        return process_stats(self.storage, self.tiering, holdings(self))
 
     # ---- Steps, and agreement between ranks ----
 
     def check_hicache_events(self) -> None:
+        if self.tiering is not None:
+            self.tiering.ask_ranks()
         super().check_hicache_events()
         if self.tiering is not None:
             self.tiering.step()
         elif self.storage is not None:
             self.storage.settle_namespace()
-        if self._observer is not None:
-            self._observer.step()
+        if self._exporter is not None:
+            self._exporter.export()
+        if self._events is not None:
+            self._events.step()
 
     def _sync_hicache_ready_counts(self) -> Any:
         if self.tiering is None:
@@ -535,8 +538,8 @@ class TieredRadixCache(HidingCache):
         detached, why = super().detach_storage_backend()
         if detached and self.tiering is not None:
             self.tiering.detached()
-        if detached and self._observer is not None:
-            self._observer.detached()
+        if detached and self._exporter is not None:
+            self._exporter.export_now()
         return detached, why
 
     def _tiers_were_attached(self, storage: TieredStorage) -> None:
@@ -545,8 +548,10 @@ class TieredRadixCache(HidingCache):
         self.storage_existence_cache.clear()
         if self.tiering is not None:
             self.tiering.attached(storage)
-        if self._observer is not None:
-            self._observer.attached(storage)
+        if self._exporter is not None:
+            self._exporter.export_now()
+        if self._events is not None:
+            self._events.use_tiers(tiers_of(storage))
         if self._holds_old_kv:
             storage.change_weights(tree_is_empty=False)
 
@@ -557,8 +562,8 @@ class TieredRadixCache(HidingCache):
         self._holds_old_kv = False
         if self.tiering is not None:
             self.tiering.tree_was_reset()
-        if self._observer is not None:
-            self._observer.tree_was_reset()
+        if self._events is not None:
+            self._events.tree_was_reset()
         if self.storage is not None:
             self.storage.accounting.note_flushed()
             self.storage.tree_was_reset()
@@ -590,8 +595,6 @@ class TieredRadixCache(HidingCache):
     def release_host_resources(self) -> None:
         if self.tiering is not None:
             self.tiering.close()
-        if self._observer is not None:
-            self._observer.close()
         # The engine reads and writes the host pools' memory, so it goes first.
         self.shutdown()
         super().release_host_resources()

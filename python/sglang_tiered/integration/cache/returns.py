@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.cache.loads import Planned, PrefetchArguments
+    from sglang_tiered.integration.cache.loads import PrefetchArguments
     from sglang_tiered.integration.observe.stories import Stories
+    from sglang_tiered.storage.stack.tiers import Span
 
 __all__ = ["Returns"]
 
@@ -99,12 +100,6 @@ class Returns:
 
     # ---- It begins ----
 
-    def comes(self, request: CacheRequestHandle, *, may_yield: bool, has_run: bool) -> None:
-        """Take note of a request whose load is planned next: whether it may be computed in chunks
-        of ours, and whether it comes again, with less than it had."""
-        load = self._loads.of(request)
-        load.may_yield, load.has_run = may_yield, has_run
-
     def pays(self, call: PrefetchArguments, num_held: int, ends: Sequence[int] | None) -> bool:
         """Whether to read the ``num_held`` tokens that the tiers hold from their back, as far as
         this rank knows. Where a load may end at some places only (``ends``) it cannot be cut."""
@@ -131,12 +126,14 @@ class Returns:
         bounds = segment_bounds(call.num_before, num_held, self._cache.page_size)
         return bounds[-1] - bounds[0] if bounds else 0
 
-    def begin(self, planned: Planned) -> None:
-        """Begin to load the segments of a request, the last one first."""
-        cache, call = self._cache, planned.call
-        page_size, base = cache.page_size, call.num_before
-        bounds = segment_bounds(base, planned.num_back, page_size)
-        spans = [(TIERS.index(span.tier), span.num_pages * page_size) for span in planned.spans]
+    def begin(
+        self, call: PrefetchArguments, hashes: Sequence[str], spans: Sequence[Span], *, is_new: bool
+    ) -> None:
+        """Begin to load these pages of a request in segments, the last one first. ``is_new``: it
+        has just come, so this is between two steps."""
+        cache, page_size, base = self._cache, self._cache.page_size, call.num_before
+        bounds = segment_bounds(base, len(hashes) * page_size, page_size)
+        held = [(TIERS.index(span.tier), span.num_pages * page_size) for span in spans]
         num_tiers = len(TIERS)
         segments: list[Segment] = []
         handles: list[CacheRequestHandle] = []
@@ -147,12 +144,12 @@ class Returns:
             )
             handles.append(handle)
             self._notes.has_part(call.request, handle)
-            pages = planned.hashes[(start - base) // page_size : (end - base) // page_size]
+            pages = hashes[(start - base) // page_size : (end - base) // page_size]
             cache.begin_load(
                 call._replace(
                     request=handle,
                     new_input_tokens=call.new_input_tokens[start - base : end - base],
-                    last_hash=planned.hashes[(start - base) // page_size - 1],
+                    last_hash=hashes[(start - base) // page_size - 1],
                     prefix_keys=None,
                     matched_prefix_tokens=range(start),  # SGLang takes its length alone
                     storage_hit_end=None,
@@ -162,7 +159,7 @@ class Returns:
             if handle not in cache.ongoing_prefetch:
                 cache.storage_prefetch_retries.cancel(handle.rid)
                 break
-            parts = parts_of(spans_between(spans, start - base, end - base), num_tiers)
+            parts = parts_of(spans_between(held, start - base, end - base), num_tiers)
             segments.insert(0, Segment(handle, start, end, parts))
         if not segments:
             self._planner.back_ended(call.request, 0)
@@ -176,7 +173,7 @@ class Returns:
         self._notes.begun(call.request)
         self._planner.begins(call.request)
         self._planner.num_both_ends += 1
-        if planned.is_new and cache.decides_alone:  # between two steps
+        if is_new and cache.decides_alone:
             allocate_now(cache)
 
     # ---- Segments arrive ----

@@ -60,11 +60,11 @@ __all__ = [
     "is_storing",
     "lacks_pages",
     "loads_on_the_way",
+    "nodes_of_stores",
     "note_absent",
     "reason_against_buffer",
     "register_core",
     "store_again",
-    "stores_under_way",
     "use_buffer",
 ]
 
@@ -339,12 +339,12 @@ def describe_store(cache: Any, ack_id: int) -> None:
     )
 
 
-def stores_under_way(cache: Any) -> dict[int, int]:
-    """Return the nodes that are being stored, by the operation."""
-    if cache.buffer_pipeline is None:
-        return {operation: node_id for operation, (node_id, _) in cache.ongoing_backup.items()}
-    entries = cache.buffer_pipeline.ongoing_backup
-    return {operation: entry.intent.snapshot.node_id for operation, entry in entries.items()}
+def nodes_of_stores(cache: Any, operations: Iterable[Any]) -> list[int]:
+    """Return the nodes that these store, but for what SGLang has dropped."""
+    buffer = cache.buffer_pipeline
+    ongoing = cache.ongoing_backup if buffer is None else buffer.ongoing_backup
+    entries = [ongoing[each.id] for each in operations if each.id in ongoing]
+    return [each[0] if buffer is None else each.intent.snapshot.node_id for each in entries]
 
 
 def loads_on_the_way(cache: Any) -> list[CacheRequestHandle]:

@@ -20,13 +20,13 @@ Everything runs on the scheduler thread, in bounded work per step, and waits for
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.cache.small_host import lacks_pages, store_again
 from sglang_tiered.policy.admission import TouchMemory
-from sglang_tiered.policy.spill import Flight, NodeStore, SpillQueue
+from sglang_tiered.policy.spill import NodeStore, SpillQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,12 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["Spiller"]
 
 STORES_S_PER_STEP = 5e-4
-"""How long a step may take to begin stores, about 55 us each, and as long to look up those that
-ended; one always is. A server of 100 requests a second makes about 200 nodes a second and as few as
-20 steps."""
-
-MAX_ENDED = 256
-"""Stores that ended and wait to be looked up; what is beyond is looked up by its last page only."""
+"""How long a step may take to begin stores, about 55 us each; one always is. A server of 100
+requests a second makes about 200 nodes a second and as few as 20 steps."""
 
 MAX_ANCESTORS = 4
 """Nodes above one whose turn it is that are stored with it, since it would be of no use alone."""
@@ -70,9 +66,7 @@ class Spiller:
     """Stores the dirty nodes of one cache. Its ``SpillQueue`` says what is under way; its own
     tables hold locks, and nodes that were dropped and may be offered again.
 
-    ``num_loading``: tokens that loads take. ``store_ended``: called for a store that was dropped,
-    or that succeeded after it had been dropped, with its chain, the chain's length and whether it
-    is held now."""
+    ``num_loading``: tokens that loads take."""
 
     def __init__(
         self,
@@ -81,22 +75,19 @@ class Spiller:
         budget: HostBudget,
         *,
         num_loading: Callable[[], int],
-        store_ended: Callable[[str, int, bool], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._copies = copies
         self._budget = budget
         self._num_loading = num_loading
-        self._store_ended = store_ended
         self._clock = clock
         # The owner of what waits to be stored, and of what is being stored.
         self.queue = SpillQueue[int](budget.host_tokens, clock)
         self._locks: HostLocks[int] = HostLocks(cache)
         # By operation: what must stay on the device until it is stored.
         self._device_locks: dict[int, tuple[int, DecLockRefParams]] = {}
-        self._ended: deque[Flight[int]] = deque()  # and not looked up yet
-        self._dropped: OrderedDict[int, NodeStore] = OrderedDict()
+        self._dropped: OrderedDict[int, NodeStore[int]] = OrderedDict()
         self._touches = TouchMemory(NUM_REMEMBERED_PAGES)
         # A pin of another component's state could starve a pool whose eviction knows no pins.
         # In a small host tier what waits for its store keeps its copy anyway.
@@ -120,18 +111,18 @@ class Spiller:
         sample = [bytes.fromhex(text) for text in hashes[:NUM_SAMPLED_PAGES]]
         returned = self._touches.num_seen(sample) > 0
         dropped = self._dropped.pop(node_id, None)
-        store = NodeStore(hashes[-1], node.path_start, node.path_end)
+        store = NodeStore(node_id, node.path_start, node.path_end)
         if dropped is not None and self._cache.has_small_host:
             store.num_retries = dropped.num_retries  # copied again for this retry
-        self._wait(node_id, store, returned=returned)
+        self._wait(store, returned=returned)
 
-    def _wait(self, node_id: int, store: NodeStore, *, returned: bool) -> None:
-        evicted = self.queue.add_node(node_id, store, returned=returned)
+    def _wait(self, store: NodeStore[int], *, returned: bool) -> None:
+        node_id = store.node
+        evicted = self.queue.add_node(store, returned=returned)
         if evicted is not None:
             self._locks.unlock(evicted)
         if self._may_pin and node_id not in self._locks:
-            self._locks.lock(node_id, node_id)
-            self.queue.note_pin(node_id, store.num_tokens)
+            self._locks.lock(node_id, node_id, store.num_tokens)
             self._limit_pins()
 
     def store_soon(self, path: Sequence[TreePathNodeInfo], storage: TieredStorage) -> None:
@@ -159,44 +150,28 @@ class Spiller:
             else:
                 self.offer_node(node_id, storage)
 
+    def ended(self, results: Sequence[Any], waited_s: float) -> None:
+        """Take the results of stores, of SGLang's operations. The last that began had waited for
+        ``waited_s``."""
+        for result in results:
+            if (lock := self._device_locks.pop(result.id, None)) is not None:
+                self._cache.dec_lock_ref(*lock)
+            store = self.queue.end_flight(result.id)
+            if store is None or self.queue.is_under_way(store.node):
+                continue  # the end of its next store says what is held
+            if result.completed_tokens < len(result.host_indices):
+                self._remember(store)
+        self.queue.adapt_limit(waited_s)
+
     # ---- Every step ----
 
     def step(self, storage: TieredStorage) -> None:
         """Do the bounded work of one scheduler step."""
-        self._reap(storage)  # first, since what was stored makes room for copies
         self._copies.retry()
         if self.queue:
             self._begin(storage)
         elif self._dropped and not self.queue.has_flights:
             self._offer_again(storage)
-
-    def _reap(self, storage: TieredStorage) -> None:
-        """Notice the stores whose result SGLang has taken."""
-        ended = self.queue.pop_ended(self._cache.ongoing_backup)
-        self._ended.extend(ended)
-        until = self._clock() + STORES_S_PER_STEP
-        while self._ended:
-            node_id, store = self._ended.popleft()
-            is_behind = len(self._ended) >= MAX_ENDED
-            if self.queue.is_under_way(node_id):
-                continue  # its next store has begun, whose end says what is held
-            is_held = storage.holds(store.chain)
-            if is_held and not is_behind:  # and has no gap before its end
-                is_held = storage.num_kept(store.hashes) == len(store.hashes)
-            if not is_held or store.num_retries:
-                self._store_ended(store.chain, store.path_end, is_held)
-            if not is_held:
-                self._remember(node_id, store)
-            if self._clock() >= until and not is_behind:
-                break
-        if ended:
-            self.queue.adapt_limit(storage.gate.waited_s)
-
-    def unlock_device(self) -> None:
-        """Unlock on the device what stores kept there whose results SGLang has taken."""
-        ongoing = self._cache.ongoing_backup
-        for operation in [each for each in self._device_locks if each not in ongoing]:
-            self._cache.dec_lock_ref(*self._device_locks.pop(operation))
 
     def _begin(self, storage: TieredStorage) -> None:
         if not storage.takes_stores:
@@ -204,17 +179,17 @@ class Spiller:
         loads_wait = bool(self._cache.ongoing_prefetch)
         until = self._clock() + STORES_S_PER_STEP
         for _ in range(MAX_LOOKS_PER_STEP):
-            taken = self.queue.take_next_node(loads_wait=loads_wait)
-            if taken is None:
+            store = self.queue.take_next_node(loads_wait=loads_wait)
+            if store is None:
                 break
-            self._store(*taken, storage)
+            self._store(store, storage)
             if self._clock() >= until:
                 break
 
-    def _store(self, node_id: int, store: NodeStore, storage: TieredStorage) -> None:
+    def _store(self, store: NodeStore[int], storage: TieredStorage) -> None:
         """Queue the stores of a node whose turn it is."""
         try:
-            path = self._cache.tree_core.collect_path_info([node_id])[0]
+            path = self._cache.tree_core.collect_path_info([store.node])[0]
         except KeyError:  # evicted, and counted when its pages were freed
             return
         chain_tokens = path[-1].path_end
@@ -222,7 +197,7 @@ class Spiller:
         nodes = [*self._missing_ancestors(path[:own], chain_tokens, storage), *path[own:]]
         for node in nodes:
             self._hand_over(node, chain_tokens, store.num_retries)
-        self._locks.unlock(node_id)  # now that the stores hold locks of their own
+        self._locks.unlock(store.node)  # now that the stores hold locks of their own
 
     def _missing_ancestors(
         self, path: tuple[TreePathNodeInfo, ...], chain_tokens: int, storage: TieredStorage
@@ -253,14 +228,11 @@ class Spiller:
         core = self._cache.tree_core
         if not core.is_backuped(node_id) or self._cache.is_erased(node_id):
             return
-        hashes = core.get_hash_values(node_id)
         self._dropped.pop(node_id, None)
         operation = self._queue_store(node_id, chain_tokens)
         if operation is not None:
-            store = NodeStore(
-                hashes[-1], node.path_start, node.path_end, num_retries, hashes=hashes
-            )
-            self.queue.note_flight(operation, node_id, store)
+            store = NodeStore(node_id, node.path_start, node.path_end, num_retries)
+            self.queue.note_flight(operation, store)
 
     def _queue_store(self, node_id: int, chain_tokens: int) -> int | None:
         """Queue the store of a node, as part of a chain, now. Returns the operation, or None:
@@ -292,20 +264,19 @@ class Spiller:
 
     # ---- What was dropped, and may be offered again ----
 
-    def _remember(self, node_id: int, store: NodeStore) -> None:
+    def _remember(self, store: NodeStore[int]) -> None:
         if store.num_retries >= MAX_RETRIES:
             return
-        store.due = self._clock() + RETRY_S * RETRY_GROWTH**store.num_retries
+        store.since = self._clock() + RETRY_S * RETRY_GROWTH**store.num_retries
         store.num_retries += 1
-        store.hashes = ()
-        self._dropped[node_id] = store
+        self._dropped[store.node] = store
         if len(self._dropped) > MAX_REMEMBERED:
             self._dropped.popitem(last=False)
 
     def _offer_again(self, storage: TieredStorage) -> None:
         """Offer one dropped node a step, while nothing else wants the disk."""
         node_id, store = next(iter(self._dropped.items()))
-        if self._clock() < store.due:
+        if self._clock() < store.since:
             self._dropped.move_to_end(node_id)
             return
         if self._cache.ongoing_prefetch or not storage.gate.takes_everything:
@@ -321,29 +292,26 @@ class Spiller:
         if storage.num_kept(hashes) == len(hashes):
             return
         if is_there:
-            self._wait(node_id, store, returned=False)
+            self._wait(store, returned=False)
         elif self._cache.has_small_host:  # the copy was dropped; the next one brings the offer
-            self._remember(node_id, store)
+            self._remember(store)
             self._copies.remember(node_id)
 
     # ---- Pins ----
 
     def release_pin(self) -> bool:
-        """Unpin the waiting node that is worth least; return False when no node is pinned."""
-        node_id = self.queue.unpin_one()
-        if node_id is None:
-            return False
-        self._locks.unlock(node_id)
-        return True
+        """Unpin the node that waits longest, and may be evicted from now on; return False when no
+        node is pinned."""
+        return self._locks.unlock_oldest()
 
     def _limit_pins(self) -> None:
         """Unpin waiting nodes beyond what neither residents nor loads need."""
         limit = self._budget.pinned_tokens
-        taken = self.queue.pinned_tokens + self.queue.flight_tokens
-        if taken <= limit:
+        taken = self.queue.flight_tokens
+        if self._locks.num_tokens + taken <= limit:
             return
         limit += self._budget.unused_by_loads(self._num_loading())
-        while self.queue.pinned_tokens + self.queue.flight_tokens > limit and self.release_pin():
+        while self._locks.num_tokens + taken > limit and self.release_pin():
             pass
 
     # ---- Life cycle ----
@@ -353,12 +321,17 @@ class Spiller:
         self.queue.clear()
         self._locks.clear()
         self._device_locks.clear()
-        self._ended.clear()
         self._dropped.clear()
 
     def abandon(self) -> None:
-        """Unlock everything: the tier was detached, or memory is about to be emptied."""
+        """Drop what waits, and forget what is under way: memory is about to be emptied."""
         self._locks.unlock_all_but()
         self.queue.clear()
-        self._ended.clear()
         self._dropped.clear()
+
+    def detached(self) -> None:
+        """Unlock everything: nobody says how the stores end that were under way."""
+        self.abandon()
+        for lock in self._device_locks.values():
+            self._cache.dec_lock_ref(*lock)
+        self._device_locks.clear()

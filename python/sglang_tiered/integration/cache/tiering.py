@@ -1,6 +1,6 @@
-"""``Tiering`` decides over a cache's tiers; ``TierObserver`` reports on them.
+"""``Tiering`` decides over a cache's tiers.
 
-Both are made once, when SGLang has built the host tier and opened the storage, and live as long as
+It is made once, when SGLang has built the host tier and opened the storage, and lives as long as
 the cache. An operator may detach the storage and attach it again: an act of ``Tiering`` looks once
 whether there is one, and its parts are handed it. Scheduler thread only; nothing here waits for a
 disk, but for the start and the end.
@@ -11,37 +11,29 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-
-from sglang_tiered.integration.cache.hints import DETACHED, ChainLoader, Hints
+from sglang_tiered.integration.cache.hints import DETACHED, Hints
 from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.host_locks import Residents
 from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
-from sglang_tiered.integration.cache.loads import Planned, PrefetchArguments
 from sglang_tiered.integration.cache.returns import Returns
 from sglang_tiered.integration.cache.small_host import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller
-from sglang_tiered.integration.observe.exporter import MetricsExporter, rank_labels
-from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
-from sglang_tiered.integration.observe.stats import MemoryStats, SpillStats, holdings, process_stats
 from sglang_tiered.integration.ranks import first_ranks
-from sglang_tiered.metrics import MEMORY_METRICS
 from sglang_tiered.policy.queue_wait import PrefillWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams, CacheRequestHandle
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.observe.stats import ProcessStats
     from sglang_tiered.integration.observe.stories import Stories
     from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.shares import HostBudget
 
-__all__ = ["TierObserver", "Tiering", "stats_of"]
+__all__ = ["Tiering"]
 
 MIN_COST_S = 1e-6
 
@@ -62,12 +54,7 @@ class Tiering:
         self._cache = cache
         self.planner = planner
         self.notes = notes
-        self.copies = HostCopies(
-            cache,
-            planner.loads,
-            patience_s=planner.patience_s,
-            waiting_stores=self._waiting_stores,
-        )
+        self.copies = HostCopies(cache, waiting_stores=self._waiting_stores)
         self.returns = Returns(cache, planner, notes)
         self.loads = LoadScheduler(
             cache,
@@ -84,12 +71,14 @@ class Tiering:
             self.copies,
             budget,
             num_loading=self.loads.num_tokens,
-            store_ended=self._store_ended,
         )
-        loader = ChainLoader(
-            cache, self.loads, planner, self.copies, window_tokens=budget.loading_tokens
+        self.hints = Hints(
+            cache,
+            self.loads,
+            self.copies,
+            budget.hinted_tokens,
+            window_tokens=budget.loading_tokens,
         )
-        self.hints = Hints(cache, self.loads, loader, budget.hinted_tokens)
         self._num_copied = 0  # to the device, for the next batch
         self.work = PrefillWork()
         # Tells routers the costs, of a scheduler that will be away for so many seconds; once there
@@ -121,67 +110,7 @@ class Tiering:
         self.hints.end_all(DETACHED)
         self.loads.detached()
         self.returns.drop_all()
-        self.stores.abandon()
-        self.stores.unlock_device()
-
-    # ---- Loads ----
-
-    def begin_load(self, call: PrefetchArguments) -> bool | None:
-        """Have SGLang load what pays of a prefix; nothing, or not yet, where that is best."""
-        if not call.request.rid.startswith(HEALTH_CHECK_RID_PREFIX):  # on a quiet server, most
-            self.planner.loads.arrives(call.request)
-        self.returns.drop(call.request)
-        storage = self._cache.storage
-        planned = Planned(call, False) if storage is None else self.loads.plan(call, storage)
-        if planned is None:
-            return None
-        if planned.num_back:
-            self.returns.begin(planned)
-            return None
-        result: bool | None = self._cache.begin_load(planned.call, planned.hashes)
-        self.loads.begun(planned)
-        return result
-
-    def may_start(self, request: CacheRequestHandle, has_loaded: bool) -> bool:
-        """Whether a request whose turn has come starts."""
-        starts = has_loaded and not self.loads.yields(request)
-        self.notes.may_start(request, starts)
-        return starts
-
-    def has_loaded(
-        self, request: CacheRequestHandle, ask_sglang: Callable[[CacheRequestHandle], Any]
-    ) -> bool:
-        """Whether a request whose turn has come need not wait for its load."""
-        record = self.planner.loads.get(request)
-        if record.back is not None:
-            has_loaded = self.returns.may_start(request)
-        elif self.loads.rests(record):
-            has_loaded = False
-        elif record.put_off is not None:
-            storage = self._cache.storage
-            has_loaded = storage is None or not self.loads.stays_put_off(request, storage)
-        else:
-            has_loaded = bool(ask_sglang(request))
-        if not has_loaded:
-            self.planner.loads.held_up(record)
-        return has_loaded
-
-    def starts_without(self, operation: Any, *, is_overdue: bool) -> bool:
-        """Whether a request starts with what has arrived of its load. ``is_overdue``: by SGLang's
-        own deadline, which bounds only loads that no price does."""
-        storage = self._cache.storage
-        if storage is not None and self.loads.starts_without(operation, storage):
-            return True
-        if is_overdue and (storage is None or self.planner.always):
-            num_missing = operation.stats_requested_tokens - operation.completed_tokens
-            self.notes.given_up(operation.handle, "deadline", num_missing)
-            return True
-        return False
-
-    def aborted(self, request: CacheRequestHandle) -> None:
-        """Drop a request that was aborted."""
-        self.returns.drop(request)
-        self.loads.drop(request)
+        self.stores.detached()
 
     # ---- Stores ----
 
@@ -207,10 +136,11 @@ class Tiering:
         storage = self._cache.storage
         return bool(self.stores.queue) and storage is not None and bool(storage.takes_stores)
 
-    def stores_ended(self) -> None:
+    def stores_ended(self, results: Sequence[Any]) -> None:
         """Free what stores held on to, once SGLang has taken their results."""
+        storage = self._cache.storage
         self.copies.stores_ended()
-        self.stores.unlock_device()
+        self.stores.ended(results, 0.0 if storage is None else storage.gate.waited_s)
 
     # ---- What stays in host memory ----
 
@@ -236,7 +166,6 @@ class Tiering:
         prefill = self.planner.costs.prefill
         expected_s = prefill.prices[0] + sum(prefill.seconds(*span) for span in spans)
         self.work.launched(expected_s, now)
-        self.loads.declined.expect_prices()
         if self.publish_costs is not None:
             self.publish_costs(expected_s)
 
@@ -265,16 +194,11 @@ class Tiering:
         if storage is None or not self._cache.decides_alone:
             return 1.0
         is_held = self.stores.queue.is_under_way(node_id) or storage.holds(chain)
-        return self._cost(num_tokens, is_held=is_held)
-
-    def _cost(self, num_tokens: int, *, is_held: bool) -> float:
         costs = self.planner.costs
-        prefill = costs.prefill.seconds(num_tokens, 0)
-        seconds = costs.load_seconds((num_tokens,)) if is_held else prefill
+        seconds = (
+            costs.load_seconds((num_tokens,)) if is_held else costs.prefill.seconds(num_tokens, 0)
+        )
         return max(seconds, MIN_COST_S) / num_tokens
-
-    def _store_ended(self, chain: str, num_tokens: int, is_held: bool) -> None:
-        self.residents.price_chain(chain, self._cost(num_tokens, is_held=is_held))
 
     def _waiting_stores(self) -> list[int]:
         return self.stores.queue.waiting()
@@ -285,17 +209,23 @@ class Tiering:
 
     # ---- Steps and ends ----
 
+    def ask_ranks(self) -> None:
+        """Ask at the beginning of a step what all ranks must know at its end."""
+        storage = self._cache.storage
+        if storage is not None and storage.remote_erasures is not None:
+            storage.remote_erasures.ask(self.agreement)
+
     def step(self) -> None:
         """Do the work of one scheduler step, after SGLang took note of what has ended."""
         storage, hide = self._cache.storage, self._cache.hide_heard
+        self.notes.step()
         if self._cache.hidden_pages.are_too_many and hide is not None:
             hide(())
         if self.publish_costs is not None:
             self.publish_costs(0.0)
-        self.copies.make_paths()
+        self.copies.begin_step()
         self.loads.step()
         self.returns.step()
-        self.copies.note_room()
         if storage is None:
             self.copies.retry()
             return
@@ -330,83 +260,3 @@ class Tiering:
     def close(self) -> None:
         """Write the last lines of requests; no request may run. Waits for the disk."""
         self.notes.close()
-
-
-class TierObserver:
-    """Reports a cache's tiers as metrics and KV events, on every stage of a pipeline. Without a
-    ``storage``, in host mode, metrics say what runs and what memory holds, and no more."""
-
-    def __init__(
-        self, cache: Any, storage: TieredStorage | None, params: CacheInitParams, *, exports: bool
-    ) -> None:
-        self._cache = cache
-        self._is_of_memory = storage is None
-        self.events = (
-            None if storage is None else TierEvents.of_cache(cache.tree_core, storage, params)
-        )
-        self.exporter: MetricsExporter | None = None
-        if exports and storage is None:
-            self.exporter = MetricsExporter(
-                self._memory, metrics=MEMORY_METRICS, labels=rank_labels()
-            )
-        elif exports:
-            self.exporter = MetricsExporter(cache.process_stats, labels=rank_labels())
-        if self.exporter is not None:
-            self.exporter.export()  # every series is there before its first failure
-
-    def _memory(self) -> MemoryStats:
-        return MemoryStats.of(holdings(self._cache))
-
-    def detached(self) -> None:
-        """Report memory alone, and that the tiers serve nothing."""
-        if self.exporter is not None and not self._is_of_memory:
-            self.exporter.tiers_are_gone(self._memory)
-
-    def attached(self, storage: TieredStorage) -> None:
-        """Report tiers that an operator attached again; their counters begin at zero."""
-        if self.exporter is not None and not self._is_of_memory:
-            self.exporter.read_from(self._cache.process_stats)
-        if self.events is not None:
-            self.events.use_tiers(tiers_of(storage))
-
-    def announce_node(self, node_id: int) -> None:
-        """Announce a node that was stored, or matched and loaded."""
-        if self.events is not None:
-            self.events.announce_node(node_id)
-
-    def take_events(self) -> list[Any]:
-        """Return the KV events since the last call."""
-        return [] if self.events is None else self.events.take_events()
-
-    def step(self) -> None:
-        """Export metrics in a scheduler step."""
-        if self.exporter is not None:
-            self.exporter.export()
-
-    def tree_was_reset(self) -> None:
-        if self.events is not None:
-            self.events.tree_was_reset()
-
-    def close(self) -> None:
-        if self.events is not None:
-            self.events.close()
-
-
-def stats_of(cache: Any, storage: TieredStorage, tiering: Tiering | None) -> ProcessStats:
-    """Take a snapshot of a cache's tiers; there is no ``Tiering`` on a stage of a pipeline."""
-    held = holdings(cache)
-    if tiering is None:
-        return process_stats(storage, held=held)
-    queue, copies = tiering.stores.queue, tiering.copies
-    spill = SpillStats(
-        queue.waiting_tokens, queue.flight_tokens, copies.num_skipped, copies.num_recovered
-    )
-    return process_stats(
-        storage,
-        tiering.planner.stats(),
-        spill,
-        tiering.hints.stats(),
-        tiering.planner.loads.wait_stats(),
-        held,
-        request_log_dropped=tiering.notes.num_dropped,
-    )

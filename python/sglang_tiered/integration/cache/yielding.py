@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -18,12 +17,15 @@ from sglang_tiered.integration.cache.returns import HANDLE_PREFIX
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sglang_tiered.integration.cache.loads import Loads
     from sglang_tiered.integration.cache.returns import Returns
 
 __all__ = ["SegmentFilter", "Yielding"]
 
 MAX_PASSED = 8
 """Requests that others may pass in one pass, since a chunk of theirs would be the second one."""
+
+_NUM_PASSED = "_sglang_tiered_num_passed"  # of SGLang's adder, which is one of a pass
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,6 @@ def _may_yield(req: Any) -> bool:
         or req.session is not None
         or req.beam_group is not None
         or req.input_embeds is not None
-        or req.positional_embed_overrides is not None
         or req.token_indices_to_pool is not None
         or req.retracted_stain
     )
@@ -111,22 +112,17 @@ class Yielding:
 
     def __init__(self) -> None:
         self._is_on: bool | None = None  # None until a scheduler was looked at
-        self._adder: Callable[[], Any] = lambda: None  # of this pass
-        self._num_waiting = 0  # that it passed over
 
-    def comes(self, scheduler: Any, req: Any, returns: Returns) -> None:
+    def comes(self, scheduler: Any, req: Any, loads: Loads[Any]) -> None:
         """Allow the request whose load is planned next."""
         if self._is_on is None:
             self._is_on = _is_on(scheduler)
-        returns.comes(
-            req.cache_request_handle,
-            # An operator may change the threshold of a running server. From 2 on, what was computed
-            # once gets no host copy, below which a back could hang.
-            may_yield=self._is_on
-            and _may_yield(req)
-            and scheduler.tree_cache.write_through_threshold <= 1,
-            has_run=req.already_computed > 0,
-        )
+        # An operator may change the threshold of a running server. From 2 on, what was computed
+        # once gets no host copy, below which a back could hang.
+        has_copies = scheduler.tree_cache.write_through_threshold <= 1
+        record = loads.of(req.cache_request_handle)
+        record.may_yield = self._is_on and has_copies and _may_yield(req)
+        record.has_run = req.already_computed > 0
 
     def around_select(
         self, original: Callable[..., Any], adder: Any, req: Any, **named: Any
@@ -154,10 +150,9 @@ class Yielding:
         """Have a request wait until another one is done with its chunks, but those behind it only
         once some wait like this: each costs a match. Of a LoRA adapter that is refused SGLang takes
         note as of one that runs."""
-        if self._adder() is not adder:
-            self._adder, self._num_waiting = weakref.ref(adder), 0
-        self._num_waiting += 1
-        may_pass = self._num_waiting <= MAX_PASSED and req.lora_id is None
+        num_passed = getattr(adder, _NUM_PASSED, 0) + 1
+        setattr(adder, _NUM_PASSED, num_passed)
+        may_pass = num_passed <= MAX_PASSED and req.lora_id is None
         return AddReqResult.CONTINUE if may_pass else AddReqResult.OTHER
 
     def around_add_chunked(self, original: Callable[..., Any], adder: Any, req: Any) -> Any:

@@ -6,10 +6,6 @@ cannot.) Samples spread over the file must agree too. Images of a file system ma
 equal times and inodes: a file that may lie in one is read at every start. The digests are kept in
 one small checksummed file in the tier directory. Processes that share the directory, such as the
 ranks of a server, take turns: the first reads, and the others find its digests.
-
-A file without a remembered digest may still look like one that was read before, as when a container
-fetches its weights anew at every start. Its probable digest is then known at once, the true one
-only after reading it.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from sglang_tiered.storage.region.files import WEIGHTS_NAME
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 __all__ = ["FileDigests", "SeenFile", "Stamp", "see"]
@@ -110,7 +106,7 @@ class FileDigests:
         self._entries: dict[Stamp, _DigestEntry] = {}
         self.num_bytes_read = 0
 
-    def recall(self) -> None:
+    def _recall(self) -> None:
         """Read the digests that any process has remembered here. A damaged or foreign file counts
         as empty."""
         path = self._directory / WEIGHTS_NAME
@@ -127,33 +123,27 @@ class FileDigests:
             return
         self._entries = {entry.stamp: entry for entry in memory.entries}
 
-    def known(self, file: SeenFile) -> bytes | None:
-        """Return the digest of a file that was read before and not changed since, else None."""
-        if not file.times_tell:
-            return None
-        entry = self._entries.get(file.stamp)
-        return entry.digest if entry is not None and entry.sample == file.sample else None
-
-    def likely(self, file: SeenFile) -> bytes | None:
-        """Return the digest of a file of equal size and samples, whatever its inode and times."""
-        for entry in reversed(self._entries.values()):
-            if (entry.stamp.num_bytes, entry.sample) == (file.stamp.num_bytes, file.sample):
-                return entry.digest
-        return None
+    def known(self, files: Iterable[SeenFile]) -> dict[SeenFile, bytes]:
+        """Return the digests of those files that were read before and not changed since."""
+        self._recall()
+        found = {}
+        for file in files:
+            entry = self._entries.get(file.stamp)
+            if file.times_tell and entry is not None and entry.sample == file.sample:
+                found[file] = entry.digest
+        return found
 
     def read(self, files: list[SeenFile], stopped: threading.Event) -> dict[SeenFile, bytes]:
         """Return the digest of every file, read now unless a process did so before. Files that
         changed since they were seen are left out, and all remaining ones once ``stopped``. Waits
         while another process reads."""
-        found: dict[SeenFile, bytes] = {}
         with self._turn(stopped):
-            self.recall()
+            found = self.known(files)
             for file in files:
-                if stopped.is_set():
-                    break
-                digest = self.known(file) or self._digest(file, stopped)
-                if digest is not None:
-                    found[file] = digest
+                if file not in found and not stopped.is_set():
+                    digest = self._digest(file, stopped)
+                    if digest is not None:
+                        found[file] = digest
         return found
 
     def _digest(self, file: SeenFile, stopped: threading.Event) -> bytes | None:

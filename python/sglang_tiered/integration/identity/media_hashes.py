@@ -33,18 +33,15 @@ logger = logging.getLogger(__name__)
 def drop_client_hashes(request: Any) -> None:
     """Remove the hashes from a request that is about to be tokenized, unless an operator trusts
     clients or no tier would keep the pages."""
-    media = {name: getattr(request, name, None) for name in _MEDIA}
-    kept = {name: _without_hashes(value) for name, value in media.items()}
-    changed = [name for name in _MEDIA if kept[name] is not media[name]]
-    if not changed and not getattr(request, "mm_hashes", None):
-        return
-    if _trusts_clients():
-        return
+    given = {name: getattr(request, name, None) for name in _MEDIA}
+    kept = {name: _without_hashes(value) for name, value in given.items()}
+    changed = {name: kept[name] for name in _MEDIA if kept[name] is not given[name]}
     if getattr(request, "mm_hashes", None):
-        request.mm_hashes = None
-    for name in changed:
-        setattr(request, name, kept[name])
-    _warn_once()
+        changed["mm_hashes"] = None
+    if changed and not _trusts_clients():
+        for name, value in changed.items():
+            setattr(request, name, value)
+        _warn_once()
 
 
 def refuse_placeholder_tokens(request: Any, vocab_size: int) -> None:

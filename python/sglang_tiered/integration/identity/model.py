@@ -13,25 +13,22 @@ import hashlib
 import logging
 import os
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_tiered.integration.identity.file_digests import SeenFile, see
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = [
+    "UNRESOLVED",
     "FileContents",
-    "contents_of",
     "find_weight_files",
     "identify_files",
     "identify_model",
-    "is_nameless",
     "one_copy",
-    "spell_out",
     "unresolved",
 ]
 
@@ -62,7 +59,8 @@ _MEANINGLESS_SUFFIXES |= {".png", ".pyc", ".svg", ".tmp"}
 _TRAINERS_FILES = {"optimizer.bin", "optimizer.pt", "scaler.pt", "scheduler.pt"}
 _TRAINERS_FILES |= {"training_args.bin"}
 
-_UNRESOLVED = "unresolved-"
+UNRESOLVED = "unresolved-"
+"""How an identity begins that no other process has."""
 
 logger = logging.getLogger(__name__)
 
@@ -131,14 +129,7 @@ def unresolved(what: str, why: str) -> str:
         what,
         why,
     )
-    return f"{_UNRESOLVED}{uuid.uuid4().hex}"
-
-
-def is_nameless(identity: Any) -> bool:
-    """Return whether a spelled-out identity is unique to this process."""
-    if isinstance(identity, Mapping):
-        return any(map(is_nameless, identity.values()))
-    return isinstance(identity, str) and identity.startswith(_UNRESOLVED)
+    return f"{UNRESOLVED}{uuid.uuid4().hex}"
 
 
 def find_weight_files(
@@ -164,24 +155,6 @@ def one_copy(files: Sequence[Path]) -> list[Path]:
         return sum(file.stat().st_size for file in copy)
 
     return by_suffix.get(".safetensors") or max(by_suffix.values(), key=size, default=list(files))
-
-
-def contents_of(identity: Any) -> Iterator[FileContents]:
-    """Yield the contents in an identity, whose files must be read."""
-    if isinstance(identity, FileContents):
-        yield identity
-    elif isinstance(identity, Mapping):
-        for value in identity.values():
-            yield from contents_of(value)
-
-
-def spell_out(identity: Any, digests: Mapping[SeenFile, bytes]) -> Any:
-    """Return the identity with digests in place of contents."""
-    if isinstance(identity, FileContents):
-        return identity.digest(digests)
-    if isinstance(identity, Mapping):
-        return {name: spell_out(value, digests) for name, value in identity.items()}
-    return identity
 
 
 def _roots(path: str, revision: str | None, download_dir: str | None) -> Iterator[Path]:

@@ -11,14 +11,33 @@ a new version adds is part of the identity at once. Files that a setting names c
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import uuid
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.arg_groups.fields.model import Model
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import (
+    get_disagg,
+    get_exec,
+    get_lora,
+    get_model,
+    get_observability,
+    get_serving,
+    get_spec,
+)
+
 from sglang_tiered.codecs import LOSSY_CODEC_NAMES
-from sglang_tiered.integration.identity.model import identify_files, identify_model, unresolved
+from sglang_tiered.integration.identity.model import (
+    UNRESOLVED,
+    FileContents,
+    identify_files,
+    identify_model,
+    unresolved,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,17 +45,19 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     from sglang_tiered.config import TransferConfig
-    from sglang_tiered.integration.identity.model import FileContents
+    from sglang_tiered.integration.identity.file_digests import SeenFile
 
 __all__ = [
     "NAMESPACE_VERSION",
     "describe_pool",
-    "digest",
     "drop_digests",
+    "files_of",
     "handoff_identity",
     "has_draft",
+    "is_nameless",
     "received_identity",
     "server_identity",
+    "spell_out",
     "successor",
     "updated_identity",
 ]
@@ -165,8 +186,6 @@ _loaded_model, _loaded_files = cache(identify_model), cache(identify_files)
 
 def has_draft() -> bool:
     """Return whether a draft model's KV is kept beside the model's own."""
-    from sglang.srt.runtime_context import get_spec
-
     return get_spec().speculative_algorithm is not None
 
 
@@ -183,8 +202,6 @@ def server_identity(storage_config: HiCacheStorageConfig) -> dict[str, Any]:
 
     Reads SGLang's published configuration; call it after the model is loaded.
     """
-    from sglang.srt.runtime_context import get_exec, get_lora
-
     return {
         **_model_identity(),
         # SGLang's page keys contain the names and paths of --lora-paths, not the weights.
@@ -208,10 +225,6 @@ def handoff_identity(declared: str | None, kv_format: str, *, with_draft: bool) 
     ``declared``: a name that stands for the model at the operator's word (``--transfer-model``).
     ``kv_format``: the number format of an element. ``with_draft``: a draft model's KV goes along.
     """
-    import importlib.metadata
-
-    from sglang.srt.runtime_context import get_serving
-
     common = {"kv_format": kv_format}
     if declared is not None:
         version = importlib.metadata.version("sglang")
@@ -228,8 +241,6 @@ def updated_identity(before: bytes, path: str, load_format: str | None) -> dict[
 
     The files need not name every weight, so what was there before counts. Call it afterwards.
     """
-    from sglang.srt.runtime_context import get_model
-
     model = get_model()
     how = str(load_format or model.load_format)
     return {"before": before.hex(), "files": identify_model(path, None, how, model.download_dir)}
@@ -238,8 +249,6 @@ def updated_identity(before: bytes, path: str, load_format: str | None) -> dict[
 def received_identity(transfer: TransferConfig | None) -> dict[str, Any]:
     """Return what sets KV that this server received apart from KV that it computed; empty where
     nothing does. It is part of the namespace, since a page does not tell which of the two it is."""
-    from sglang.srt.runtime_context import get_disagg
-
     if transfer is None:
         return {}
     disagg = get_disagg()
@@ -254,12 +263,6 @@ def received_identity(transfer: TransferConfig | None) -> dict[str, Any]:
 
 
 def _model_identity() -> dict[str, Any]:
-    import importlib.metadata
-
-    from sglang.srt.arg_groups.fields.model import Model
-    from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_exec, get_lora, get_model, get_serving, get_spec
-
     # Plain attribute reads: a name that SGLang no longer has must stop the server, because an
     # incomplete identity would let pages of another meaning be read.
     model, spec = get_model(), get_spec()
@@ -307,9 +310,6 @@ def _model_identity() -> dict[str, Any]:
 
 
 def _model(model: Any) -> FileContents | str:
-    from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_observability
-
     if _files_are_old:
         return unresolved(model.model_path, "they were replaced while the server ran")
     if get_observability().forward_hooks or envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get():
@@ -341,11 +341,31 @@ def describe_pool(pool: Any) -> dict[str, Any]:
     return described
 
 
-def digest(identity: Mapping[str, Any], pools: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Return 32 bytes over the spelled-out identity and every pool, by name."""
+def files_of(identity: Mapping[str, Any]) -> set[SeenFile]:
+    """Return the files that must be read to spell an identity out."""
+    found: list[Any] = []
+    json.dumps(identity, default=found.append)
+    return {file for each in found if isinstance(each, FileContents) for _, file in each.files}
+
+
+def spell_out(
+    identity: Mapping[str, Any],
+    pools: Mapping[str, Mapping[str, Any]],
+    digests: Mapping[SeenFile, bytes],
+) -> str:
+    """Return what a namespace is the digest of: the identity, with files by their digests, and
+    every pool, by name."""
+
+    def text_of(value: Any) -> str:
+        return value.digest(digests) if isinstance(value, FileContents) else str(value)
+
     document = {"version": NAMESPACE_VERSION, "identity": identity, "pools": pools}
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).digest()
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), default=text_of)
+
+
+def is_nameless(text: str) -> bool:
+    """Return whether a part of a spelled-out identity is unique to this process."""
+    return f'"{UNRESOLVED}' in text
 
 
 def successor(namespace: bytes) -> bytes:

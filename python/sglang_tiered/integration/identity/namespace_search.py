@@ -3,14 +3,14 @@
 The namespace is a digest of the bytes of the weights. If their digests are remembered it is known
 at once, and weights of a few gigabytes are read in the time that a start may wait. Larger ones are
 read on a thread while the server serves, with no page loaded and none stored. The tiers are open
-meanwhile: under the namespace of the last weights that looked the same, which proves right unless a
-few numbers were edited. Without any such weights, they are open under the last namespace found for
-the shard. Its pages are indexed, and hidden until the answer confirms it.
+meanwhile under the last namespace found for the shard. Its pages are indexed, and hidden until the
+answer confirms it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import threading
@@ -21,7 +21,6 @@ from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.config import format_bytes
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.file_digests import FileDigests
-from sglang_tiered.integration.identity.model import contents_of, is_nameless, spell_out
 from sglang_tiered.storage.region.files import NAMESPACE_NAME, PAGE_SIZES_NAME
 from sglang_tiered.storage.region.format import NAMESPACE_BYTES
 from sglang_tiered.storage.region.notes import add_page_size, read_note
@@ -47,10 +46,9 @@ logger = logging.getLogger(__name__)
 class NamespaceSearch:
     """Finds the namespace; the scheduler thread reads its attributes.
 
-    ``namespace`` is the one to open the tiers under, None where there is no guess. While ``answer``
-    is None it may be another model's: no page of it may be used and none added. ``is_nameless``
-    says that no process will have the answer again. ``directory`` holds remembered digests.
-    ``meanwhile`` tells users what has to wait.
+    While ``answer`` is None no page of another namespace may be used, and none added.
+    ``is_nameless`` says that no process will have the answer again. ``directory`` holds remembered
+    digests. ``meanwhile`` tells users what has to wait.
     """
 
     def __init__(
@@ -64,35 +62,26 @@ class NamespaceSearch:
     ) -> None:
         self._identity, self._pools = identity, pools
         self._digests = FileDigests(directory)
-        self._digests.recall()
         self._stopped = threading.Event()
         self.answer: bytes | None = None
-        self.namespace: bytes | None = None
         self.is_nameless = False
-        files = {file for contents in contents_of(identity) for _, file in contents.files}
-        found = {file: self._digests.known(file) for file in files}
-        known = {file: digest for file, digest in found.items() if digest is not None}
+        files = namespace.files_of(identity)
+        known = self._digests.known(files)
         unknown = sorted(files - known.keys(), key=lambda file: file.path)
         if not unknown:
-            self.answer = self.namespace = self._conclude(known)
+            self.answer = self._conclude(known)
             return
-        likely = {file: self._digests.likely(file) for file in unknown}
         self._thread = threading.Thread(
             target=self._run, args=(known, unknown), name="tier-weights", daemon=True
         )
         self._thread.start()
         self._thread.join(PATIENCE_S if patience_s is None else patience_s)
-        if self.answer is not None:
-            self.namespace = self.answer
-            return
-        looks = {file: digest for file, digest in likely.items() if digest is not None}
-        if len(looks) == len(unknown):
-            self.namespace = namespace.digest(spell_out(identity, known | looks), pools)
-        logger.warning(
-            "reading %s of weights in the background, to identify them; until that is done %s",
-            format_bytes(sum(file.stamp.num_bytes for file in unknown)),
-            meanwhile,
-        )
+        if self.answer is None:
+            logger.warning(
+                "reading %s of weights in the background, to identify them; until that is done %s",
+                format_bytes(sum(file.stamp.num_bytes for file in unknown)),
+                meanwhile,
+            )
 
     def stop(self) -> None:
         """Stop reading: the answer is no longer needed."""
@@ -105,9 +94,9 @@ class NamespaceSearch:
             self._thread.join(JOIN_S)
 
     def _conclude(self, digests: Mapping[SeenFile, bytes]) -> bytes:
-        identity = spell_out(self._identity, digests)
-        self.is_nameless = is_nameless(identity)
-        return namespace.digest(identity, self._pools)
+        text = namespace.spell_out(self._identity, self._pools, digests)
+        self.is_nameless = namespace.is_nameless(text)
+        return hashlib.sha256(text.encode()).digest()
 
     def _run(self, known: dict[SeenFile, bytes], unknown: list[SeenFile]) -> None:
         # On Linux this is the thread's own priority: computing goes first.

@@ -11,33 +11,22 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_serving
 
-from sglang_tiered.metrics import (
-    BOUNDS_S,
-    MEMORY_METRICS,
-    METRICS,
-    DurationCounts,
-    Metric,
-    MetricKind,
-)
+from sglang_tiered.metrics import BOUNDS_S, METRICS, DurationCounts, Metric, MetricKind
 from sglang_tiered.storage.base import Health
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from sglang_tiered.integration.observe.stats import MemoryStats, ProcessStats, TransferStats
-
-    Stats: TypeAlias = ProcessStats | TransferStats | MemoryStats
+    from sglang_tiered.integration.observe.stats import Stats
 
 __all__ = ["MetricsExporter", "rank_labels", "samples", "state_of"]
 
 INTERVAL_S = 1.0
-
-_NO_DURATIONS = DurationCounts()
 
 
 class MetricsExporter:
@@ -56,13 +45,12 @@ class MetricsExporter:
         from prometheus_client import Counter, Gauge, Histogram
 
         self._read = read
-        self._metrics = self._all_metrics = metrics
+        self._metrics = metrics
         self._labels = dict(labels)
         self._clock = clock
         self._due = clock()
-        self._series: dict[tuple[str, tuple[str, ...]], Any] = {}
-        self._seen: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._handed_over: dict[tuple[str, tuple[str, ...]], DurationCounts] = {}
+        self._series: dict[str, dict[tuple[str, ...], Any]] = {one.name: {} for one in metrics}
+        self._told: dict[tuple[str, tuple[str, ...]], Any] = {}
         make: dict[MetricKind, Callable[..., Any]] = {
             MetricKind.COUNTER: Counter,
             MetricKind.GAUGE: partial(Gauge, multiprocess_mode="mostrecent"),
@@ -77,69 +65,58 @@ class MetricsExporter:
         """Return the names of the labels; an operator's label of the same name gives way."""
         return [*metric.labels, *(name for name in self._labels if name not in metric.labels)]
 
-    def _series_of(self, metric: Metric, labels: tuple[str, ...]) -> Any:
-        """Return a series, which is there from now on, at zero."""
-        series = self._series.get((metric.name, labels))
-        if series is None:
-            values = {**self._labels, **dict(zip(metric.labels, labels, strict=True))}
-            series = self._families[metric.name].labels(**values)
-            self._series[metric.name, labels] = series
-        return series
-
-    def tiers_are_gone(self, read: Callable[[], Stats]) -> None:
-        """Read what memory holds alone from now on: no tier serves."""
-        for (name, labels), series in self._series.items():
-            if name == "tier_healthy":
-                series.set(0.0)
-                self._seen[name, labels] = 0.0
-        self._begin(read, MEMORY_METRICS)
-
     def read_from(self, read: Callable[[], Stats]) -> None:
-        """Read from now on the statistics of tiers that were opened again."""
-        self._begin(read, self._all_metrics)
-
-    def _begin(self, read: Callable[[], Stats], metrics: Sequence[Metric]) -> None:
-        self._read, self._metrics = read, metrics
-        self._due = self._clock()
-        self.export()  # before what begins at zero has grown past what was exported
+        """Read from now on what another endpoint counts, from zero."""
+        self._read = read
+        self.export_now()
 
     def export(self) -> None:
         """Publish a snapshot if the last one is old enough."""
-        now = self._clock()
-        if now < self._due:
-            return
-        self._due = now + INTERVAL_S
+        if self._clock() >= self._due:
+            self.export_now()
+
+    def export_now(self) -> None:
+        """Publish a snapshot. Call it when tiers come or go, before what begins at zero has grown
+        past what was exported. Gauges that the snapshot lacks are 0: a tier that is gone holds
+        nothing, and is not healthy."""
+        self._due = self._clock() + INTERVAL_S
         stats = self._read()
         for metric in self._metrics:
-            for labels, value in samples(metric, stats):
-                series, key = self._series_of(metric, labels), (metric.name, labels)
-                if isinstance(value, DurationCounts):
-                    told = self._handed_over.get(key, _NO_DURATIONS)
-                    self._handed_over[key] = value
-                    _advance(series, value, told)
-                    continue
-                last = self._seen.get(key)
-                if value == last:
-                    continue
-                self._seen[key] = value
-                if metric.kind is MetricKind.GAUGE:
-                    series.set(value)
-                else:
-                    last = last or 0.0
-                    series.inc(value - last if value >= last else value)
+            found: dict[tuple[str, ...], Any] = {}
+            if metric.kind is MetricKind.GAUGE:
+                found = dict.fromkeys(self._series[metric.name], 0.0)
+            for labels, value in (found | dict(samples(metric, stats))).items():
+                self._tell(metric, labels, value)
+
+    def _tell(self, metric: Metric, labels: tuple[str, ...], value: Any) -> None:
+        """Bring a series up to date, which is there from now on, at zero."""
+        series = self._series[metric.name].get(labels)
+        if series is None:
+            values = {**self._labels, **dict(zip(metric.labels, labels, strict=True))}
+            series = self._families[metric.name].labels(**values)
+            self._series[metric.name][labels] = series
+        key = (metric.name, labels)
+        last, self._told[key] = self._told.get(key), value
+        if value == last:
+            return
+        if isinstance(value, DurationCounts):
+            _advance(series, value, last or DurationCounts())
+        elif metric.kind is MetricKind.GAUGE:
+            series.set(value)
+        else:
+            last = last or 0.0
+            series.inc(value - last if value >= last else value)
 
 
 def _advance(series: Any, durations: DurationCounts, told: DurationCounts) -> None:
     """Tell a histogram's series what is new. prometheus-client takes durations one by one, in 5 to
     10 us each; a fast disk brings thousands a second, so they go into its buckets together."""
     if any(now < before for now, before in zip(durations.counts, told.counts, strict=True)):
-        told = _NO_DURATIONS  # of tiers that were opened again
-    buckets, total = series._buckets, series._sum  # noqa: SLF001
-    for bucket, count in enumerate(durations.counts):
-        num_new = count - told.counts[bucket]
-        if num_new > 0:
-            buckets[bucket].inc(num_new)
-            total.inc(max(0.0, durations.sums_s[bucket] - told.sums_s[bucket]))
+        told = DurationCounts()  # of tiers that were opened again
+    for bucket, count, before in zip(series._buckets, durations.counts, told.counts, strict=True):  # noqa: SLF001
+        if count > before:
+            bucket.inc(count - before)
+    series._sum.inc(max(0.0, durations.sum_s - told.sum_s))  # noqa: SLF001
 
 
 def rank_labels() -> dict[str, str]:

@@ -10,18 +10,18 @@ is in Rust by default.
 
 A page is announced when a node that holds it is stored, or is matched and loaded: the event must
 carry its tokens, which are known only then. Pages that earlier processes or other servers left in a
-tier are therefore announced at their first use here. Announced pages are remembered up to a bound:
-beyond it the oldest is announced as removed, which costs a router a hit and never misleads it. A
-thread looks the remembered pages up repeatedly. So a page lost in any way (reclaim, erasing, flaws,
-a sick disk) is noticed within seconds without a signal from the tiers.
+tier are therefore announced at their first use here. Announced pages are remembered up to a bound,
+those that no tier holds any more too, as they may come back. Beyond it first these go. Then the
+oldest is announced as removed, which costs a router a hit and never misleads it. Every step looks
+some of them up, all in their turn. So a page lost in any way (reclaim, erasing, flaws, a sick disk)
+is noticed within seconds without a signal from the tiers.
 
 With several ranks, rank 0 of each KV cache publishes, as in SGLang; its own shard decides.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import islice
@@ -33,19 +33,16 @@ from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration import compat
-from sglang_tiered.storage.base import Health
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.storage.base import TierEngine
 
-    # Returns which keys a tier could serve now, or None while it is offline. Any thread; reads
-    # memory only.
-    Holds = Callable[[Sequence[bytes]], list[bool] | None]
+    # Returns which keys a tier could serve now: none while it is offline. Reads memory only.
+    Holds = Callable[[Sequence[bytes]], list[bool]]
 
 __all__ = ["TierEvents", "tiers_of"]
 
@@ -54,6 +51,9 @@ MAX_PAGES = 1 << 16
 MAX_PAGES_PER_TAKE = 512
 """Pages announced in a step; each takes a few microseconds of the scheduler thread."""
 SWEEP_PAUSE_S, CHUNK_PAUSE_S, CHUNK_PAGES = 1.0, 0.005, 256
+MAX_CHUNKS = 64
+"""Chunks that a long step is followed by: as many as it took pauses, so that all of them take the
+same share of the thread."""
 
 _EVENTS = "sglang.srt.mem_cache.events:KVCacheEventRecorder"
 _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface"
@@ -71,8 +71,6 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     f"{_CORE}.build_storage_backup_spec": ("self", "node_id", "pass_prefix_keys"),
 }
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(slots=True)
 class _Page:
@@ -81,8 +79,7 @@ class _Page:
     event: BlockStored  # of this page alone, without a medium
     held: int = 0
     announced: int = 0
-    is_beyond: bool = False  # beyond the bound: announced as removed although held
-    may_return: bool = False  # not held, because a tier is offline
+    end: str | None = None  # of a node's last page: its event hash, where that is not its key
 
 
 @dataclass(slots=True)
@@ -96,9 +93,7 @@ class _Node:
 
 
 class TierEvents:
-    """Announces the pages of one cache. ``announce_node``, ``take_events`` and ``tree_was_reset``
-    run on the scheduler thread and wait for a short lock at most; the sweep has a thread, from
-    ``start`` to ``close``.
+    """Announces the pages of one cache. Scheduler thread.
 
     ``core``: SGLang's tree core. ``tiers``: lookups by medium. ``params``: the cache's.
     """
@@ -110,6 +105,7 @@ class TierEvents:
         params: CacheInitParams,
         *,
         max_pages: int = MAX_PAGES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         compat.check_signatures(_SIGNATURES)
         self._core = core
@@ -123,30 +119,21 @@ class TierEvents:
         self.use_tiers(tiers)
         self._max_pages = max_pages
         self._root = _Node(RadixKey([]), None, [])
-        # Event hashes of nodes' last pages, where they differ from the keys of the pages.
-        self._ends: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()  # guards the two below
-        self._pages: OrderedDict[bytes, _Page] = OrderedDict()
-        self._changed: OrderedDict[bytes, None] = OrderedDict()  # held differs from announced
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._pages: OrderedDict[bytes, _Page] = OrderedDict()  # what may go first is in front
+        self._changed: OrderedDict[bytes, _Page] = OrderedDict()  # held differs from announced
+        self._clock, self._due = clock, clock()
+        self._sweep: Iterator[bytes] = iter(())  # pages to look up
 
     @classmethod
     def of_cache(
         cls, core: Any, storage: TieredStorage, params: CacheInitParams
     ) -> TierEvents | None:
-        """Create and start one; None unless this process publishes events."""
-        if not params.enable_kv_cache_events:
-            return None
-        events = cls(core, tiers_of(storage), params)
-        events.start()
-        return events
+        """Create one; None unless this process publishes events."""
+        return cls(core, tiers_of(storage), params) if params.enable_kv_cache_events else None
 
     def use_tiers(self, tiers: Mapping[StorageMedium, Holds]) -> None:
-        """Ask these tiers, the same media opened again, from the next sweep on."""
+        """Ask these tiers, the same media opened again, from now on."""
         self._tiers = [(medium, 1 << at, holds) for at, (medium, holds) in enumerate(tiers.items())]
-
-    # ---- Scheduler thread ----
 
     def announce_node(self, node_id: int) -> None:
         """Announce the pages that tiers hold of the path to a node that was stored, or matched and
@@ -163,9 +150,9 @@ class TierEvents:
             hashes = core.get_hash_values(node.node_id)
             if not hashes:
                 return
-            last = bytes.fromhex(hashes[-1])
-            is_known = self._is_known(last)
-            end = self._ends.get(last)
+            last = self._pages.get(bytes.fromhex(hashes[-1]))
+            is_known = last is not None and last.held > 0
+            end = None if last is None else last.end
             if is_known and (end is not None or not has_own_hashes):
                 tokens: Sequence[int] = (0, 0)  # placeholders: the recorder does not read them
             elif (spec := core.build_storage_backup_spec(node.node_id, False)) is not None:
@@ -183,67 +170,69 @@ class TierEvents:
 
     def take_events(self) -> list[Any]:
         """Return the events since the last call, of at most ``MAX_PAGES_PER_TAKE`` pages."""
-        if not self._changed:
-            return []
-        with self._lock:
-            keys = [
-                self._changed.popitem(last=False)[0]
-                for _ in range(min(len(self._changed), MAX_PAGES_PER_TAKE))
-            ]
-            pages = [self._pages[key] for key in keys]
-            # One medium after the other, so that the blocks of a chain become one event.
-            for medium, bit, _ in self._tiers:
-                for page in pages:
-                    self._announce(page, medium, bit)
-            for key, page in zip(keys, pages, strict=True):
-                if not page.held and not page.may_return:
-                    del self._pages[key]
+        num_pages = min(len(self._changed), MAX_PAGES_PER_TAKE)
+        pages = [self._changed.popitem(last=False)[1] for _ in range(num_pages)]
+        # One medium after the other, so that the blocks of a chain become one event.
+        for medium, bit, _ in self._tiers:
+            for page in pages:
+                self._announce(page, medium, bit)
         events: list[Any] = self._recorder.take()
         return events
 
     def tree_was_reset(self) -> None:
         """Announce everything again: SGLang has announced the removal of all blocks of every
         medium, and the tiers kept theirs."""
-        with self._lock:
-            for key, page in self._pages.items():
-                page.announced = 0
-                self._changed[key] = None
+        for key, page in (self._changed | self._pages).items():
+            page.announced = 0
+            self._changed[key] = page
 
-    def _is_known(self, key: bytes) -> bool:
-        page = self._pages.get(key)
-        return page is not None and bool(page.held)
+    def step(self) -> None:
+        """Look the next remembered pages up in every tier, if it is time for it: ``CHUNK_PAGES``,
+        and more of them if it has been for long."""
+        late_s = self._clock() - self._due
+        if late_s < 0:
+            return
+        now = self._due + late_s
+        num_pages = CHUNK_PAGES * min(1 + int(late_s / CHUNK_PAUSE_S), MAX_CHUNKS)
+        keys = list(islice(self._sweep, num_pages))
+        self._due = now + CHUNK_PAUSE_S
+        if len(keys) < num_pages:
+            self._sweep = iter(list(self._pages))
+            self._due = now + SWEEP_PAUSE_S
+        for key, held in zip(keys, self._held(keys), strict=True):
+            if (page := self._pages.get(key)) is not None:
+                self._set_held(key, page, held)
+
+    def _held(self, keys: list[bytes]) -> list[int]:
+        """Return which tiers hold each page, as bits."""
+        found = [(bit, holds(keys)) for _, bit, holds in self._tiers]
+        return [sum(bit for bit, answer in found if answer[at]) for at in range(len(keys))]
 
     def _add(self, node: _Node, keys: list[bytes]) -> None:
-        found = [(bit, holds(keys)) for _, bit, holds in self._tiers]
-        held = [
-            sum(bit for bit, answer in found if answer is not None and answer[index])
-            for index in range(len(keys))
-        ]
+        held = self._held(keys)
         if not any(held):
             return
         self._recorder.record_store(node)
-        if node.event_hash_value is not None:
-            self._ends[keys[-1]] = node.event_hash_value[-1]
-            if len(self._ends) > self._max_pages:
-                self._ends.popitem(last=False)
         blocks = [page for event in self._recorder.take() for page in _single_blocks(event)]
         assert len(blocks) == len(keys), (len(blocks), len(keys))
-        with self._lock:
-            for key, block, bits in zip(keys, blocks, held, strict=True):
-                if bits:
-                    page = self._pages.setdefault(key, _Page(block))
-                    page.is_beyond = False
-                    self._set_held(key, page, bits)
-            for key in list(islice(self._pages, max(0, len(self._pages) - self._max_pages))):
-                page = self._pages[key]
-                page.is_beyond = True
-                self._set_held(key, page, 0)
+        for key, block, bits in zip(keys, blocks, held, strict=True):
+            if bits:
+                page = self._pages.get(key) or self._changed.get(key) or _Page(block)
+                self._pages[key] = page
+                self._set_held(key, page, bits)
+        if node.event_hash_value is not None and (last := self._pages.get(keys[-1])) is not None:
+            last.end = node.event_hash_value[-1]
+        while len(self._pages) > self._max_pages:
+            key, page = self._pages.popitem(last=False)
+            page.held = 0
+            self._changed[key] = page
 
-    def _set_held(self, key: bytes, page: _Page, held: int, *, may_return: bool = False) -> None:
+    def _set_held(self, key: bytes, page: _Page, held: int) -> None:
         page.held = held
-        page.may_return = may_return
-        if held != page.announced or not (held or may_return):
-            self._changed[key] = None
+        if held != page.announced:
+            self._changed[key] = page
+        if not held:
+            self._pages.move_to_end(key, last=False)
 
     def _announce(self, page: _Page, medium: StorageMedium, bit: int) -> None:
         if page.held & bit and not page.announced & bit:
@@ -254,62 +243,14 @@ class TierEvents:
             self._recorder.enqueue(removed)
             page.announced &= ~bit
 
-    # ---- The sweep ----
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="tier-events", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop the sweep. Idempotent."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(SWEEP_PAUSE_S):
-            try:
-                self.sweep(lambda: self._stop.wait(CHUNK_PAUSE_S))
-            except Exception:
-                logger.exception(
-                    "internal error in a sweep for KV events; removed pages are announced late"
-                )
-
-    def sweep(self, pause: Callable[[], object] = lambda: None) -> None:
-        """Look every remembered page up in every tier, ``CHUNK_PAGES`` at a time."""
-        with self._lock:
-            keys = list(self._pages)
-        for start in range(0, len(keys), CHUNK_PAGES):
-            if start:
-                pause()
-            chunk = keys[start : start + CHUNK_PAGES]
-            found = [(bit, holds(chunk)) for _, bit, holds in self._tiers]
-            may_return = any(held is None for _, held in found)
-            with self._lock:
-                for index, key in enumerate(chunk):
-                    page = self._pages.get(key)
-                    if page is None or page.is_beyond:
-                        continue
-                    bits = sum(bit for bit, held in found if held is not None and held[index])
-                    self._set_held(key, page, bits, may_return=may_return)
-
 
 def tiers_of(storage: TieredStorage) -> dict[StorageMedium, Holds]:
     """Return lookups in the tiers that the storage has open."""
-    tiers = {StorageMedium.DISK: _holds_in(storage.stack.nvme)}
+    tiers: dict[StorageMedium, Holds] = {StorageMedium.DISK: storage.stack.nvme.contains}
     if storage.stack.bucket is not None:
         # Other servers announce their own pages.
-        tiers[StorageMedium.EXTERNAL] = _holds_in(storage.stack.bucket)
+        tiers[StorageMedium.EXTERNAL] = storage.stack.bucket.contains
     return tiers
-
-
-def _holds_in(engine: TierEngine) -> Holds:
-    def holds(keys: Sequence[bytes]) -> list[bool] | None:
-        held = engine.contains(keys)
-        # Asked afterwards: one that is offline keeps its pages, and may come back.
-        return held if engine.health is Health.RUNNING else None
-
-    return holds
 
 
 def _single_blocks(event: BlockStored) -> list[BlockStored]:

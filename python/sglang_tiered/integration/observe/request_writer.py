@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_tiered.integration.observe.story import record_of
+from sglang_tiered.integration.observe.story import finish
 from sglang_tiered.request_log import older, open_log
 from sglang_tiered.storage.backoff import OnceLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from sglang_tiered.integration.observe.story import End, Story
+    from sglang_tiered.integration.observe.story import Story
 
 __all__ = ["LineWriter"]
 
@@ -57,8 +57,7 @@ class LineWriter:
         self._replica = replica
         self._max_queued = max_queued
         self._write = write
-        self._queue: queue.SimpleQueue[tuple[Story, End] | None] = queue.SimpleQueue()
-        self._descriptor: int | None = None
+        self._queue: queue.SimpleQueue[Story | None] = queue.SimpleQueue()
         self._log = OnceLog(logger)
         self._encoder = msgspec.json.Encoder()
         self._num_refused = 0  # as the queue was full
@@ -71,10 +70,10 @@ class LineWriter:
         """Return how many lines were lost so far."""
         return self._num_refused + self._num_lost
 
-    def put(self, story: Story, end: End) -> None:
+    def put(self, story: Story) -> None:
         """Have a line written, unless too many wait for that. Never waits."""
         if self._queue.qsize() < self._max_queued:
-            self._queue.put((story, end))
+            self._queue.put(story)
         else:
             self._num_refused += 1
 
@@ -93,15 +92,13 @@ class LineWriter:
                 while len(ended) < MAX_BATCH:
                     ended.append(self._queue.get_nowait())
             is_over = None in ended
-            lines = [line for each in ended if each is not None and (line := self._line(*each))]
+            lines = [line for each in ended if each is not None and (line := self._line(each))]
             if lines:
                 self._add(lines)
-        self._let_go()
 
-    def _line(self, story: Story, end: End) -> bytes:
+    def _line(self, story: Story) -> bytes:
         try:
-            record = record_of(story, end, replica=self._replica)
-            return self._encoder.encode(record) + b"\n"
+            return self._encoder.encode(finish(story, replica=self._replica)) + b"\n"
         except Exception:
             self._num_lost += 1
             self._log.fault("line", "internal error in the line of a request, which is dropped")
@@ -119,51 +116,37 @@ class LineWriter:
                 self._path,
                 error.strerror or error,
             )
-            self._let_go()
         else:
             self._log.settle("write")
 
     def _append(self, data: bytes) -> None:
-        descriptor = self._open()
-        size = os.fstat(descriptor).st_size
-        if size and size + len(data) > self._max_bytes:
-            os.rename(self._path, older(self._path))
-            self._let_go()
-            descriptor, size = self._open(), 0
+        """Write to the file that has the name now: others may have moved it."""
+        with self._opened() as (descriptor, size):
+            if not size or size + len(data) <= self._max_bytes:
+                self._write_whole(descriptor, size, data)
+                return
+        os.rename(self._path, older(self._path))
+        with self._opened() as (descriptor, size):
+            self._write_whole(descriptor, size, data)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[int, int]]:
+        """Open the file; yield its descriptor and size."""
+        descriptor = open_log(self._path)
         try:
-            self._write_all(descriptor, data)
+            yield descriptor, os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+
+    def _write_whole(self, descriptor: int, size: int, data: bytes) -> None:
+        # Of a line that a killed process left half, so that the next one is whole. Not by its name,
+        # which may be another file's, or a pipe's, by now.
+        if size and os.pread(descriptor, 1, size - 1) not in (b"\n", b""):
+            data = b"\n" + data
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[self._write(descriptor, bytes(view)) :]
         except OSError:
             os.ftruncate(descriptor, size)  # no line is left half
             raise
-
-    def _write_all(self, descriptor: int, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[self._write(descriptor, bytes(view)) :]
-
-    def _open(self) -> int:
-        """Return the descriptor of the file that has the name now: others may have moved it."""
-        if self._descriptor is not None:
-            mine = os.fstat(self._descriptor)
-            with contextlib.suppress(OSError):
-                named = os.stat(self._path, follow_symlinks=False)
-                if (mine.st_dev, mine.st_ino) == (named.st_dev, named.st_ino):
-                    return self._descriptor
-            self._let_go()
-        descriptor = open_log(self._path)
-        self._descriptor = descriptor
-        self._end_half_line(descriptor)
-        return descriptor
-
-    def _end_half_line(self, descriptor: int) -> None:
-        """Close a line that a killed process left half, so that the next one is whole."""
-        size = os.fstat(descriptor).st_size
-        # Not by its name, which may be another file's, or a pipe's, by now.
-        if size and os.pread(descriptor, 1, size - 1) not in (b"\n", b""):
-            self._write_all(descriptor, b"\n")
-
-    def _let_go(self) -> None:
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
-            self._descriptor = None

@@ -1,365 +1,194 @@
-"""``Story``: what is known of one request, and ``record_of``, which makes a line of it. Pure: no
-SGLang, no clock."""
+"""``Story``: one request, whose line is filled in as it lives, and ``finish``, which makes the line
+ready to be written. Pure: no SGLang, no clock."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from sglang_tiered.request_log import (
-    NO_TIME,
-    VERSION,
-    Copy,
-    GivenUp,
-    Load,
-    Lookup,
-    Plan,
-    Prefill,
-    RequestRecord,
-    Sources,
-    TierLoad,
-    Wait,
-)
+import msgspec
+
+from sglang_tiered.request_log import NO_TIME, VERSION, Load, RequestRecord, Sources, TierLoad, Wait
 from sglang_tiered.storage.base import Meter, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
-    from sglang_tiered.request_log import Cause, Decision, Why
-    from sglang_tiered.storage.base import Job, Reason
+    from sglang_tiered.request_log import Why
+    from sglang_tiered.storage.base import Job
 
-__all__ = ["End", "LoadMeter", "LookedUp", "PricedPlan", "Story", "record_of"]
+__all__ = ["LoadMeter", "Story", "finish"]
 
 
 _DIGITS = 6
 """Of a second: microseconds."""
 
 
-class _MeteredRead(NamedTuple):
-    tier: Tier
-    begun_at: float
-    ended_at: float
-    num_pages: int  # that arrived
-    num_bytes: int  # of those
-    failed: tuple[Reason, ...]
-
-
-@dataclass(slots=True)
-class TierReading:
-    """The reads of one tier. Times are of the meter's clock."""
-
-    begun_at: float
-    ended_at: float
-    num_reads: int = 0
-    num_pages: int = 0  # that arrived
-    num_bytes: int = 0  # of those
-    verify_s: float = 0.0  # of all threads together
-    verified: tuple[float, float] | None = None  # when the first check began, and the last ended
-    failed: Counter[Reason] = field(default_factory=Counter)  # pages
-
-
 class LoadMeter(Meter):
-    """Notes the reads of one request's load, tier by tier (``Run.meter``); whoever made it looks
-    once the load has ended.
+    """Notes the reads of one request's load (``Run.meter``); whoever made it looks once the load
+    has ended.
 
     ``begins`` and ``verified`` run on any thread, at times under an engine's lock, and append to
     lists, which needs no lock of its own.
     """
 
-    __slots__ = ("_checks", "_clock", "_reads")
+    __slots__ = ("_clock", "_reads", "checks")
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._reads: list[_MeteredRead] = []
-        self._checks: list[tuple[float, float]] = []  # begin and end
+        self._reads: list[TierLoad] = []  # each of one read
+        self.checks: list[tuple[float, float]] = []  # begin and end
 
     def begins(self, tier: Tier, num_bytes: int) -> Callable[[Job], None]:
         begun_at = self._clock()
 
         def ended(job: Job) -> None:
-            failed = tuple(reason for reason, ok in zip(job.reasons, job.ok, strict=True) if not ok)
+            failed = [reason for reason, ok in zip(job.reasons, job.ok, strict=True) if not ok]
             num_asked = len(job.reasons)
             num_pages = num_asked - len(failed)
-            arrived = num_bytes * num_pages // max(1, num_asked)  # pages of a load are of one size
-            self._reads.append(
-                _MeteredRead(tier, begun_at, self._clock(), num_pages, arrived, failed)
+            read = TierLoad(
+                tier=tier.value,
+                at_s=begun_at,
+                read_s=self._clock() - begun_at,
+                num_reads=1,
+                num_bytes=num_bytes * num_pages // max(1, num_asked),  # its pages are of one size
+                failed=dict(Counter(reason.value for reason in failed)),
             )
+            self._reads.append(read)
 
         return ended
 
     def verified(self, seconds: float) -> None:
         now = self._clock()
-        self._checks.append((now - seconds, now))
+        self.checks.append((now - seconds, now))
 
-    def readings(self) -> dict[Tier, TierReading]:
+    def tiers(self) -> list[TierLoad]:
         """Add up what has ended so far, by tier, in the order in which they were asked first."""
-        found: dict[Tier, TierReading] = {}
-        for read in sorted(self._reads[:], key=lambda read: read.begun_at):
-            reading = found.setdefault(read.tier, TierReading(read.begun_at, read.ended_at))
-            reading.ended_at = max(reading.ended_at, read.ended_at)
-            reading.num_reads += 1
-            reading.num_pages += read.num_pages
-            reading.num_bytes += read.num_bytes
-            reading.failed.update(read.failed)
-        nvme, checks = found.get(Tier.NVME), self._checks[:]
-        if nvme is not None and checks:
-            nvme.verify_s = sum(ended - began for began, ended in checks)
-            nvme.verified = min(began for began, _ in checks), max(ended for _, ended in checks)
-        return found
-
-
-def _s(seconds: float) -> float:
-    return round(seconds, _DIGITS) or NO_TIME
-
-
-class LookedUp(NamedTuple):
-    """One lookup. Times here are of the stories' clock."""
-
-    began_at: float
-    ended_at: float
-    num_before: int
-    num_new: int
-    parts: tuple[tuple[Tier, int], ...]  # pages
-    page_tokens: int
-
-
-class PricedPlan(NamedTuple):
-    """One plan, all prices in seconds."""
-
-    at: float
-    decision: Decision
-    parts: dict[Tier, int]  # tokens
-    expected_s: dict[Tier, float]
-    is_back: bool
-    load_s: float
-    held_load_s: float
-    held_prefill_s: float
-    prefill_all_s: float
-    prefill_rest_s: float
-    queue_wait_s: float
-    num_tokens_ahead: int
-
-
-class End(NamedTuple):
-    """What SGLang knows of a request that ended."""
-
-    at: float
-    unix_minus_clock_s: float
-    rid: str
-    reason: str
-    tenant: str
-    arrived_at: float
-    admitted_at: float | None
-    first_token_at: float | None
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_retractions: int
-    num_device: int
-    num_host: int
-    num_storage: int
+        found: dict[str, TierLoad] = {}
+        for read in sorted(self._reads[:], key=lambda read: read.at_s):
+            tier = found.get(read.tier)
+            if tier is None:
+                found[read.tier] = msgspec.structs.replace(read)
+                continue
+            tier.read_s = max(tier.read_s, read.at_s + read.read_s - tier.at_s)
+            tier.num_reads += 1
+            tier.num_bytes += read.num_bytes
+            tier.failed = dict(Counter(tier.failed) + Counter(read.failed))
+        if (nvme := found.get(Tier.NVME.value)) is not None:
+            nvme.verify_s = sum(ended - began for began, ended in self.checks[:])
+        return list(found.values())
 
 
 @dataclass(slots=True, eq=False)
 class Story:
-    """Moments and figures of one request, as they are noted. Times are of the stories' clock."""
+    """One request. Until ``finish``, all moments of its line, the arrival too, are of the stories'
+    clock, ``arrived_unix_s`` and ``total_s`` (its end) included."""
 
-    arrived_at: float
-    num_ahead: int = 0
-    num_running: int = 0
-    queue_wait_s: float = 0.0  # as it was expected then
+    line: RequestRecord
     req: Any = None  # SGLang's, once it is known
-    held: LookedUp | None = None
-    num_lookups: int = 0
-    plan: PricedPlan | None = None
+    queue_wait_s: float = 0.0  # as it was expected when it came
+    num_new: int = 0  # tokens that memory lacks, as looked up
+    spans: list[tuple[int, int]] = field(default_factory=list)  # of those, tier and number
+    expected_s: dict[str, float] = field(default_factory=dict)  # of what is planned, by tier
     waits_for: Why | None = None  # beside its turn
     waiting_since: float | None = None  # in its turn
-    waits: list[tuple[Why, float, float]] = field(default_factory=list)
-    load_queued_at: float | None = None
-    load_ended_at: float | None = None
-    num_loaded: int = 0
-    given_up: tuple[Cause, float, int] | None = None
     meter: LoadMeter | None = None
     parts: list[Any] = field(default_factory=list)  # handles of parts of its load
-    admitted_at: float | None = None
-    copied_at: float | None = None
-    copy_ended_at: float | None = None  # at the latest
-    num_copied: int = 0
-    copy_bytes: int = 0
-    prefill_ended_at: float | None = None  # its first batch
-    prefill_s: float = 0.0
-    others_s: float = 0.0  # prefill batches of others before its first token
-    num_batches: int = 0
-    num_prefilled: int = 0
+    prefill_s_before: float | None = None  # of all batches until it was admitted
     is_prefilled: bool = False
+    num_storage: int = 0  # tokens that SGLang counts as loaded, from whatever tier
+    unix_minus_clock_s: float = 0.0
     told: set[tuple[str, float]] = field(default_factory=set)  # spans, by name and begin
+
+    @classmethod
+    def begins(cls, now: float) -> Story:
+        """Begin one of a request of which nothing is known yet."""
+        line = RequestRecord(
+            v=VERSION, rid="", arrived_unix_s=now, end="", num_prompt_tokens=0, total_s=now
+        )
+        return cls(line)
 
     def stop_waiting(self, now: float) -> None:
         """End the wait that goes on, if one does."""
         if self.waiting_since is not None:
-            self.waits.append((self.waits_for or "others", self.waiting_since, now))
+            why, began = self.waits_for or "others", self.waiting_since
+            self.line.waits = (*self.line.waits, Wait(why=why, at_s=began, wait_s=now - began))
             self.waiting_since = None
-
-    @property
-    def has_back(self) -> bool:
-        """Whether its front is computed while its back loads."""
-        return self.plan is not None and self.plan.is_back
 
     @property
     def may_load(self) -> bool:
         """Whether a load is that of its line: one of a request that was retracted is not."""
-        return self.admitted_at is None or self.has_back
+        plan = self.line.plan
+        return self.line.admitted_s is None or (plan is not None and plan.is_both_ends)
 
-    def readings(self) -> dict[Tier, TierReading]:
+    @property
+    def num_planned(self) -> int:
+        """Tokens that are to be loaded."""
+        plan = self.line.plan
+        if plan is None:
+            return 0
+        return plan.num_nvme_tokens + plan.num_object_tokens + plan.num_peer_tokens
+
+    @property
+    def load_s(self) -> float | None:
+        """How long its load took; until it was given up, if it was before that had ended."""
+        load, given_up = self.line.load, self.line.given_up
+        if load is None or load.load_s is not None or given_up is None:
+            return None if load is None else load.load_s
+        return max(0.0, given_up.at_s - load.at_s)
+
+    def tiers(self) -> list[TierLoad]:
         """Return what was read for it, by tier."""
-        return {} if self.meter is None else self.meter.readings()
+        return [] if self.meter is None else self.meter.tiers()
 
 
-def record_of(story: Story, end: End, *, replica: int = 0) -> RequestRecord:
-    """Make the line of a request that ended."""
-    arrived_at, readings = end.arrived_at, story.readings()
-
-    def since(at: float) -> float:
-        return _s(max(0.0, at - arrived_at))
-
-    def later(at: float | None) -> float | None:
-        return None if at is None else since(at)
-
-    return RequestRecord(
-        v=VERSION,
-        rid=end.rid,
-        arrived_unix_s=_s(arrived_at + end.unix_minus_clock_s),
-        replica=replica,
-        tenant=end.tenant,
-        end=end.reason,
-        num_prompt_tokens=end.num_prompt_tokens,
-        num_output_tokens=end.num_output_tokens,
-        num_retractions=end.num_retractions,
-        num_ahead=story.num_ahead,
-        num_running=story.num_running,
-        admitted_s=later(end.admitted_at),
-        first_token_s=later(end.first_token_at),
-        total_s=since(end.at),
-        tokens=_sources(end, readings),
-        lookup=_lookup(story, since),
-        plan=_plan(story, since),
-        waits=tuple(
-            Wait(why=why, at_s=since(began), wait_s=_s(ended - began))
-            for why, began, ended in story.waits
-        ),
-        load=_load(story, end, readings, since),
-        given_up=None
-        if story.given_up is None
-        else GivenUp(
-            why=story.given_up[0], at_s=since(story.given_up[1]), num_tokens=story.given_up[2]
-        ),
-        copy=None
-        if story.copied_at is None
-        else Copy(
-            at_s=since(story.copied_at),
-            copy_s=None
-            if story.copy_ended_at is None
-            else _s(story.copy_ended_at - story.copied_at),
-            num_tokens=story.num_copied,
-            num_bytes=story.copy_bytes,
-        ),
-        prefill=None
-        if story.prefill_ended_at is None
-        else Prefill(
-            at_s=since(story.prefill_ended_at),
-            prefill_s=_s(story.prefill_s),
-            others_s=_s(story.others_s),
-            num_batches=story.num_batches,
-            num_tokens=story.num_prefilled,
-        ),
-    )
+def finish(story: Story, *, replica: int = 0) -> RequestRecord:
+    """Return the line of a request that ended. Once, since it counts times from the arrival."""
+    line, tiers, arrived_at = story.line, story.tiers(), story.line.arrived_unix_s
+    line.replica = replica
+    line.tokens = _sources(line, story.num_storage, tiers)
+    parts: list[Any] = [line.lookup, line.plan, line.given_up, line.copy, line.prefill, *line.waits]
+    if line.load is not None:
+        _complete(line.load, story, tiers)
+        parts += [line.load, *tiers]
+    for part in parts:
+        for name in () if part is None else part.__struct_fields__:
+            if isinstance(value := getattr(part, name), float):
+                is_moment = name.endswith("at_s")
+                setattr(part, name, _s(value - arrived_at if is_moment else value))
+    for name in ("admitted_s", "first_token_s", "total_s"):
+        if (moment := getattr(line, name)) is not None:
+            setattr(line, name, _s(moment - arrived_at))
+    line.arrived_unix_s = round(arrived_at + story.unix_minus_clock_s, _DIGITS)
+    return line
 
 
-def _sources(end: End, readings: dict[Tier, TierReading]) -> Sources:
-    """SGLang counts all tiers as one, so their tokens are shared out by the pages that arrived."""
-    by_tier = dict.fromkeys(Tier, 0)
-    num_pages = sum(reading.num_pages for reading in readings.values())
-    for tier, reading in readings.items():
-        by_tier[tier] = end.num_storage * reading.num_pages // max(1, num_pages)
+def _s(seconds: float) -> float:
+    return round(max(0.0, seconds), _DIGITS) or NO_TIME
+
+
+def _complete(load: Load, story: Story, tiers: Sequence[TierLoad]) -> None:
+    load.load_s, load.num_tokens, load.tiers = story.load_s, story.num_planned, tuple(tiers)
+    for tier in tiers:
+        tier.expected_s = story.expected_s.get(tier.tier, 0.0)
+
+
+def _sources(line: RequestRecord, num_storage: int, tiers: Sequence[TierLoad]) -> Sources:
+    """Return where its tokens came from. SGLang counts all tiers as one, so their tokens are shared
+    out by the bytes that arrived."""
+    num_bytes = sum(tier.num_bytes for tier in tiers)
+    by_tier = {tier.tier: num_storage * tier.num_bytes // max(1, num_bytes) for tier in tiers}
     # What is left over is less than a page a tier, or all, if nothing was metered.
-    nearest = next(iter(readings), Tier.NVME)
-    by_tier[nearest] += end.num_storage - sum(by_tier.values())
-    cached = end.num_device + end.num_host + end.num_storage
+    nearest = next(iter(by_tier), Tier.NVME.value)
+    by_tier[nearest] = by_tier.get(nearest, 0) + num_storage - sum(by_tier.values())
+    num_device, num_host = line.tokens.num_device, line.tokens.num_host
+    cached = num_device + num_host + num_storage
     return Sources(
-        num_device=end.num_device,
-        num_host=end.num_host,
-        num_nvme=by_tier[Tier.NVME],
-        num_object=by_tier[Tier.OBJECT],
-        num_peer=by_tier[Tier.PEER],
-        num_computed=max(0, end.num_prompt_tokens - cached) if end.admitted_at else 0,
-    )
-
-
-def _lookup(story: Story, since: Any) -> Lookup | None:
-    held = story.held
-    if held is None:
-        return None
-    pages = dict.fromkeys(Tier, 0)
-    for tier, num_pages in held.parts:
-        pages[tier] += num_pages
-    return Lookup(
-        at_s=since(held.began_at),
-        lookup_s=_s(held.ended_at - held.began_at),
-        num_lookups=story.num_lookups,
-        page_tokens=held.page_tokens,
-        num_memory_tokens=held.num_before,
-        num_nvme_pages=pages[Tier.NVME],
-        num_object_pages=pages[Tier.OBJECT],
-        num_peer_pages=pages[Tier.PEER],
-    )
-
-
-def _plan(story: Story, since: Any) -> Plan | None:
-    plan = story.plan
-    if plan is None:
-        return None
-    return Plan(
-        at_s=since(plan.at),
-        decision=plan.decision,
-        num_nvme_tokens=plan.parts.get(Tier.NVME, 0),
-        num_object_tokens=plan.parts.get(Tier.OBJECT, 0),
-        num_peer_tokens=plan.parts.get(Tier.PEER, 0),
-        is_both_ends=plan.is_back,
-        load_s=_s(plan.load_s),
-        held_load_s=_s(plan.held_load_s),
-        held_prefill_s=_s(plan.held_prefill_s),
-        prefill_all_s=_s(plan.prefill_all_s),
-        prefill_rest_s=_s(plan.prefill_rest_s),
-        queue_wait_s=_s(plan.queue_wait_s),
-        num_tokens_ahead=plan.num_tokens_ahead,
-    )
-
-
-def _load(story: Story, end: End, readings: dict[Tier, TierReading], since: Any) -> Load | None:
-    queued_at, plan = story.load_queued_at, story.plan
-    if queued_at is None:
-        return None
-    ended_at = story.load_ended_at
-    if ended_at is None and story.given_up is not None:
-        ended_at = story.given_up[1]
-    return Load(
-        at_s=since(queued_at),
-        load_s=None if ended_at is None else _s(max(0.0, ended_at - queued_at)),
-        num_tokens=0 if plan is None else sum(plan.parts.values()),
-        num_loaded_tokens=story.num_loaded,
-        tiers=tuple(
-            TierLoad(
-                tier=tier.value,
-                at_s=since(reading.begun_at),
-                read_s=_s(reading.ended_at - reading.begun_at),
-                num_reads=reading.num_reads,
-                num_bytes=reading.num_bytes,
-                expected_s=_s(0.0 if plan is None else plan.expected_s.get(tier, 0.0)),
-                verify_s=_s(reading.verify_s),
-                failed={reason.value: count for reason, count in reading.failed.items()},
-            )
-            for tier, reading in readings.items()
-        ),
+        num_device=num_device,
+        num_host=num_host,
+        num_computed=max(0, line.num_prompt_tokens - cached) if line.admitted_s else 0,
+        **{f"num_{name}": number for name, number in by_tier.items()},
     )

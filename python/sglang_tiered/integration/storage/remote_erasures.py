@@ -94,6 +94,12 @@ class RemoteErasures:
             self._waiting[what.id] = _WaitingErasure(what, what.hashes, self._clock())
             self._pages.update(what.hashes)
 
+    def ask(self, agreement: RankAgreement) -> None:
+        """Have the ranks tell, in the exchange of the step that begins, whether the first one has
+        heard of something; ``step`` comes behind the exchange."""
+        agreement.drop_question(_QUESTION)  # of what was known at the end of a step
+        agreement.ask_ranks(_QUESTION, -int(bool(self._waiting) and agreement.is_first))
+
     def step(
         self,
         agreement: RankAgreement,

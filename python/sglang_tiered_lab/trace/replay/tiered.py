@@ -207,7 +207,7 @@ class TieredStack(RadixStack):
             num_bytes = self._unit_tokens * self._bytes_per_token
             begin_s, end_s = self._disk.load(now_s, num_bytes)
             self._measured_at_s = now_s
-            self._costs.transfer.observe(num_bytes, end_s - begin_s)
+            self._costs.transfers[0].observe(num_bytes, end_s - begin_s)
             self._totals.nvme_bytes_loaded += num_bytes
             self._totals.nvme_bytes_wasted += num_bytes
 
@@ -215,7 +215,7 @@ class TieredStack(RadixStack):
         super()._load(job, start, stop, now_s)
         assert self._log is not None
         self._log.loaded(job.request.units[start:stop])
-        transfer = self._costs.transfer
+        transfer = self._costs.transfers[0]
         if transfer.num_observed < NUM_OBSERVED_ALL or self._totals.loads_begun % OBSERVED_OF == 0:
             num_bytes = self._tokens_between(job, start, stop) * self._bytes_per_token
             transfer.observe(num_bytes, job.load_end_s - job.load_begin_s)

@@ -13,7 +13,6 @@ TOKENS = prompt(1, 4)
 
 def left(world: CacheWorld) -> dict[Left, int]:
     accounting = world.cache.storage.accounting
-    accounting.check_integrity()
     return {why: num for why, num in accounting.left.items() if num}
 
 

@@ -224,6 +224,31 @@ def test_stored_end_hides_no_gap_before_it(world: CacheWorld) -> None:
     world.until(lambda: world.cache.storage.num_kept(hashes_of(TOKENS)) == 6)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_others_erased_no_step_matches(
+    open_world: Callable[..., CacheWorld],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_ranks: int,
+) -> None:
+    """They believe it to be gone once they have told of it; several ranks asked for too long."""
+    world = open_world(bucket=tmp_path / "bucket")
+    cache = world.cache
+    monkeypatch.setattr(cache, "hide_heard", lambda erasures: list(map(cache.hide, erasures)))
+    if num_ranks > 1:
+        world.has_ranks(monkeypatch)
+    for number in range(4):  # heard after an odd number of steps, and an even one
+        run(world, TOKENS)
+        run(world, tokens := prompt(number + 10, 2))
+        keys = tuple(map(bytes.fromhex, hashes_of(tokens)))
+        assert matched(world, tokens) == 2
+        cache.storage.remote_erasures(Erasure.of(keys, spread=False))
+        cache.check_hicache_events()
+        assert matched(world, tokens) == 0 and matched(world, TOKENS) == 6
+        if number % 2:
+            cache.check_hicache_events()
+
+
 def test_promised_prefix_serves_its_request(world: CacheWorld) -> None:
     run(world, TOKENS)
     req = Req("d", "", TOKENS, SamplingParams(max_new_tokens=1))

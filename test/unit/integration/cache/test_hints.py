@@ -19,8 +19,8 @@ from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversation_calls import prefetch
 from sglang_tiered.integration.cache import hints as module
 from sglang_tiered.integration.cache import quiescing
-from sglang_tiered.integration.cache.declined_loads import DECLINED, told_end
 from sglang_tiered.integration.cache.hints import Hints
+from sglang_tiered.integration.cache.load_scheduler import DECLINED, told_end
 from sglang_tiered.integration.ranks import SILENT
 from sglang_tiered.policy.hints import LIFE_S, HintEnd
 from sglang_tiered.policy.prefetch import PrefetchWindow
@@ -41,7 +41,7 @@ class HintWorld:
         tiering.hints._clock = self.clock
         self.hints: Hints = tiering.hints
         self._num_asked = 0
-        self.piece_tokens = self.hints._loader._piece_tokens // PAGE * PAGE
+        self.piece_tokens = self.hints._piece_tokens // PAGE * PAGE
 
     def hint(self, tokens: array[int], **keys: str) -> dict[str, Any]:
         """A new call, as an HTTP client makes one."""
@@ -177,7 +177,7 @@ def test_hints_together_are_bounded(hinting: HintWorld) -> None:
     hinting._num_asked = 1
     assert hinting.wait() == DONE
     assert hinting.hint(SHORT)["status"] == 503, "nobody has used the first yet"
-    last = hinting.hints._hinted.get(hashes_of(LONG)[-1])
+    last = hinting.hints._queue.get(hashes_of(LONG)[-1])
     assert last is not None
     hinting.hints.note_use(last.chain.hashes[-1:])
     hinting.hint(SHORT)

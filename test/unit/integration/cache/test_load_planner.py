@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from kit.clock import Clock
 from sglang_tiered.integration.cache.load_planner import (
-    YIELD_SHARE,
+    ALWAYS_DEADLINE_S,
     LoadPlanner,
 )
 from sglang_tiered.policy.cost_model import (
@@ -29,7 +28,7 @@ LOAD_TOKEN_S = 1e-5
 
 
 def make_planner(
-    *, load_token_s: float = LOAD_TOKEN_S, follows: bool = False
+    *, load_token_s: float = LOAD_TOKEN_S, follows: bool = False, always: bool = False
 ) -> tuple[LoadPlanner[str], Clock]:
     costs = CostModel(
         page_tokens=64,
@@ -38,7 +37,7 @@ def make_planner(
         transfers=[TransferCost((1e-6, load_token_s / BYTES_PER_TOKEN))],
     )
     clock = Clock(100.0)
-    return LoadPlanner(costs, clock, follows=follows), clock
+    return LoadPlanner(costs, clock, follows=follows, always=always), clock
 
 
 def load(
@@ -109,11 +108,12 @@ def test_agreed_load_has_its_time_but_no_more() -> None:
     planner.begins("r")
     load_s = planner.costs.load_seconds((0, 0, 640))
     assert planner.far_deadline_s >= load_s > 1.0
-    assert planner.left_s("r") == pytest.approx(load_s)
+    priced = planner.loads.get("r").load
+    assert priced is not None and priced.plan.load_s == pytest.approx(load_s)
     assert planner.tokens_ahead(6400) == (5760, 0, 640)
     assert planner.num_waiting_tokens == 6500 - 640
     planner.agreed("r", 0, num_ahead=0)  # and not after all
-    assert planner.left_s("r") == math.inf
+    assert planner.loads.get("r").load is None
     assert planner.num_waiting_tokens == 6500 and planner.tokens_ahead(640) == (640, 0, 0)
 
 
@@ -162,21 +162,16 @@ def test_a_busy_server_computes_nothing_that_waits(progress: str) -> None:
     assert not waits(planner, is_read=False)
 
 
-def test_request_yields_to_a_close_load_briefly() -> None:
-    """For a share of its own prefill in all, whatever follows; and never to one that hangs."""
-    planner, clock = make_planner()
-    arrive(planner, "returning", 6400, 6500)
-    arrive(planner, "new", 0, 64_000)
-    assert not planner.yields("new", planner.left_s("returning")), "it has not begun"
-    planner.begins("returning")
-    left_s = planner.left_s("returning")
-    assert 0 < left_s <= YIELD_SHARE * 64_000 * TOKEN_S
-    assert planner.yields("new", left_s)
-    assert not planner.yields("returning", left_s), "its own prefill is short"
-    clock.now += 3 * 6400 * LOAD_TOKEN_S
-    assert planner.left_s("returning") == math.inf
-    clock.now += YIELD_SHARE * 64_000 * TOKEN_S
-    assert not planner.yields("new", 0.0)
+def test_load_at_any_price_awaits_room_briefly() -> None:
+    """One before it may hang, and leave none."""
+    planner, clock = make_planner(always=True)
+    planner.loads.arrives("r")
+    assert arrive(planner, "r", 6400, 6500) == 6400
+    planner.loads.held_up(planner.loads.get("r"))
+    clock.now += 0.9 * ALWAYS_DEADLINE_S
+    assert planner.gains_by_its_turn("r", num_ahead=0)
+    clock.now += 0.2 * ALWAYS_DEADLINE_S
+    assert not planner.gains_by_its_turn("r", num_ahead=0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(1, 99))))

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import math
+import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cache_world import PAGE, CacheWorld, prompt
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_tiered.integration.cache.declined_loads import ABSENT, DECLINED, told_end
-from sglang_tiered.integration.cache.load_scheduler import MAX_ASKS_PER_STEP
+from sglang_tiered.integration.cache.load_scheduler import (
+    ABSENT,
+    DECLINED,
+    MAX_ASKS_PER_STEP,
+    told_end,
+)
+from sglang_tiered.integration.hooks import Hooks
 from sglang_tiered.policy.cost_model import LoadDecision, LoadPlan
 from sglang_tiered.policy.prefetch import PrefetchWindow
 
@@ -115,6 +126,27 @@ def test_figures_are_of_what_all_ranks_load(
     assert not planner.num_waiting_tokens and not any(planner._loading)
 
 
+def test_overridden_embeddings_load_no_prefix(world: CacheWorld) -> None:
+    """SGLang would load all of it, have the request wait, and then match nothing."""
+    scheduler: Any = SimpleNamespace(
+        tree_cache=world.cache,
+        enable_hicache_storage=True,
+        enable_lmcache=False,
+        waiting_queue=[],
+        running_batch=SimpleNamespace(reqs=[]),
+    )
+    overrides = PositionalEmbeds(torch.zeros(1, 8), [0])
+    req = Req("r", "", RETURNING[:], SamplingParams(), positional_embed_overrides=overrides)
+    handle = req.cache_request_handle
+    ask = inspect.unwrap(Scheduler._prefetch_kvcache)  # the hook may be there already
+    ask(scheduler, req)
+    assert list(world.cache.ongoing_prefetch) == [handle], "SGLang no more loads it"
+    world.cache.release_aborted_request(handle)
+    Hooks(on_cpu=True).around_prefetch(ask, scheduler, req)
+    assert not world.cache.ongoing_prefetch and not world.cache.tiering.planner.loads
+    assert world.cache.load_has_ended(handle)
+
+
 def test_load_that_prices_left_behind_is_followed(
     world: CacheWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +158,7 @@ def test_load_that_prices_left_behind_is_followed(
     monkeypatch.setattr(planner.costs, "plan", lambda **_: LoadPlan((), 0.0, 0.0))
     request = world.asks("r", SHORT)
     assert request in world.cache.ongoing_prefetch
-    assert planner.left_s(request) < math.inf
+    assert planner.loads.get(request).load.plan.load_s > 0.0
 
 
 @pytest.mark.parametrize(("has_window", "num_saved", "num_before"), [(False, 4, 12), (True, 16, 0)])

@@ -28,8 +28,10 @@ from small_cache import (
 )
 from zygote import Zygotes
 
+from kit.process_stats import FULL
 from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
+from sglang_tiered.metrics import METRICS
 
 DEADLINE_S = 240.0
 
@@ -82,17 +84,18 @@ def test_switched_role_keeps_every_page_of_nvme(
 
 def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:
     store(cache, TOKENS)
-    read: list[Any] = []
-    cache._observer.exporter = SimpleNamespace(
-        export=lambda: None, read_from=read.append, tiers_are_gone=lambda _: None
+    told: list[Any] = []
+    cache._exporter = SimpleNamespace(
+        export=lambda: None, export_now=lambda: told.append(cache.process_stats().get("nvme"))
     )
     params: Any = SimpleNamespace(
         page_size=PAGE, dynamo_kv_event_format=False, kv_event_lora_names=None
     )
-    cache._observer.events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
+    cache._events = TierEvents(cache.tree_core, tiers_of(cache.storage), params)
     attach_again(cache)
-    assert read == [cache.process_stats]
-    ((_, _, holds),) = cache._observer.events._tiers
+    gone, again = told
+    assert gone is None and again.num_pages_stored == 0, "their counts begin at zero"
+    ((_, _, holds),) = cache._events._tiers
     assert holds([bytes.fromhex(text) for text in keys_of(TOKENS)]) == [True] * 4
 
 
@@ -104,7 +107,7 @@ def test_old_weights_kv_is_not_stored_after_attaching(cache: Any) -> None:
     attach_again(cache)
     compute(cache, LONGER)
     settle(cache)
-    assert cache.process_stats().nvme.num_pages_stored == 0
+    assert cache.process_stats()["nvme"].num_pages_stored == 0
     flush(cache)
     store(cache, TOKENS)
 
@@ -164,29 +167,44 @@ def test_kv_in_memory_during_updates_waits_for_flush(cache: Any) -> None:
     assert cache.is_empty
 
 
-def test_detached_tiers_are_not_shown_as_healthy(
-    cache: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_of_the_table_lead_somewhere(cache: Any) -> None:
+    """A part that a snapshot lacks gives no sample, and nobody would miss it."""
+    stats = {**FULL, **cache.process_stats()}
+    stats["holdings"] |= {"object": stats["holdings"]["nvme"]}
+    for source in (source for metric in METRICS for source in metric.sources):
+        value: Any = stats
+        for name in source.field.split("."):
+            assert not isinstance(value, dict) or name in value, source.field
+            value = value[name] if isinstance(value, dict) else getattr(value, name)
+            if value is None:  # as of a tier that nobody has read
+                break
+
+
+def test_detached_tiers_serve_and_hold_nothing(cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their last statistics stood there, until they were attached again."""
     registry = CollectorRegistry()
     for kind in ("Counter", "Gauge", "Histogram"):
         made = partial(getattr(prometheus_client, kind), registry=registry)
         monkeypatch.setattr(prometheus_client, kind, made)
     now = [0.0]
-    cache._observer.exporter = MetricsExporter(
-        cache.process_stats, lambda: now[0], labels={"rank": "0"}
-    )
+    cache._exporter = MetricsExporter(cache.process_stats, lambda: now[0], labels={"rank": "0"})
 
     def value(name: str, tier: str) -> float | None:
         now[0] += 1.0
         step(cache, lambda: False, steps=3)
         return registry.get_sample_value(f"sglang_tiered_{name}", {"tier": tier, "rank": "0"})
 
+    store(cache, TOKENS)
     assert value("tier_healthy", "nvme") == 1.0
+    assert value("tier_held_tokens", "nvme") == len(TOKENS)
+    flush(cache)
     held = value("tier_held_tokens", "device")
     assert cache.detach_storage_backend()[0]
     assert value("tier_healthy", "nvme") == 0.0
+    of_tier = ("held_tokens", "held_bytes", "capacity_bytes", "pages", "physical_bytes")
+    assert {value(f"tier_{name}", "nvme") for name in of_tier} == {0.0}
     compute(cache, TOKENS)
     assert value("tier_held_tokens", "device") == held + len(TOKENS), "memory is still told of"
     attach_well(cache)
     assert value("tier_healthy", "nvme") == 1.0
+    assert value("tier_held_tokens", "nvme") == len(TOKENS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import random
-import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,9 +50,7 @@ def read(memory: Path, *paths: Path) -> tuple[list[bytes | None], int]:
 
 
 def known(memory: Path, file: SeenFile) -> bytes | None:
-    digests = FileDigests(memory)
-    digests.recall()
-    return digests.known(file)
+    return FileDigests(memory).known([file]).get(file)
 
 
 @pytest.mark.parametrize("position", [0, 7, 4096 + 5, SIZE // 3, SIZE - 4097, SIZE - 1])
@@ -145,24 +142,6 @@ def test_damaged_or_foreign_memory_costs_a_reading(
     (memory / WEIGHTS_NAME).write_bytes(content)
     assert read(memory, file)[1] == SIZE
     assert read(memory, file)[1] == 0
-
-
-def test_refetched_file_has_a_likely_digest(memory: Path, file: Path, tmp_path: Path) -> None:
-    (digest,), _ = read(memory, file)
-    anew = tmp_path / "anew"
-    shutil.copyfile(file, anew)
-    digests = FileDigests(memory)
-    digests.recall()
-    assert digests.known(see(anew)) is None
-    assert digests.likely(see(anew)) == digest
-    with anew.open("r+b") as stream:
-        stream.seek(8192 + 100)  # between two samples
-        stream.write(b"edit")
-    assert digests.likely(see(anew)) == digest
-    assert digests.read([see(anew)], NEVER) != {see(anew): digest}
-    with anew.open("r+b") as stream:
-        stream.write(b"edit")
-    assert digests.likely(see(anew)) is None
 
 
 def test_stopped_reader_waits_for_no_turn(memory: Path, file: Path) -> None:

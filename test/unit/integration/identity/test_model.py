@@ -15,7 +15,6 @@ from sglang_tiered.integration.identity.model import (
     FileContents,
     find_weight_files,
     identify_model,
-    spell_out,
 )
 
 
@@ -30,11 +29,10 @@ def model(tmp_path: Path) -> Path:
 
 def name(identity: FileContents | str | None) -> str:
     """What an identity comes to once its files are read."""
-    digests = {}
-    if isinstance(identity, FileContents):
-        files = [file for _, file in identity.files]
-        digests = FileDigests(Path("/nonexistent")).read(files, threading.Event())
-    return str(spell_out(identity, digests))
+    if not isinstance(identity, FileContents):
+        return str(identity)
+    files = [file for _, file in identity.files]
+    return identity.digest(FileDigests(Path("/nonexistent")).read(files, threading.Event()))
 
 
 def digest(path: Path | str, load_format: str = "auto", download_dir: Path | None = None) -> str:

@@ -13,7 +13,6 @@ import pytest
 import torch
 import yaml
 from host_pools import storage_config
-from sglang.srt import runtime_context
 from sglang.srt.arg_groups.fields.model import Model
 from sglang.srt.arg_groups.fields.spec import Spec
 from sglang.srt.runtime_context import get_context
@@ -36,8 +35,8 @@ def make_pool(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**settings, **changes})
 
 
-def digest(identity: dict[str, Any] = IDENTITY, **pool: Any) -> bytes:
-    return namespace.digest(identity, {"kv": namespace.describe_pool(make_pool(**pool))})
+def spelled(identity: dict[str, Any] = IDENTITY, **pool: Any) -> str:
+    return namespace.spell_out(identity, {"kv": namespace.describe_pool(make_pool(**pool))}, {})
 
 
 GEOMETRY = {"dtype": torch.bfloat16, "layout": "page_first_direct", "page_size": 32}
@@ -48,17 +47,17 @@ GEOMETRY |= {"storage_format_tag": "packed"}
 @pytest.mark.parametrize("name", GEOMETRY)
 def test_other_geometry_is_another_namespace(name: str) -> None:
     change = {name: GEOMETRY[name]}
-    assert digest(**change) != digest()
+    assert spelled(**change) != spelled()
     beside = {"kv": namespace.describe_pool(make_pool())}
     beside["swa"] = namespace.describe_pool(make_pool(**change))
-    assert namespace.digest(IDENTITY, beside) != digest()
+    assert namespace.spell_out(IDENTITY, beside, {}) != spelled()
 
 
 @pytest.mark.parametrize(
     "change", [{"model": "abd"}, {"weight_version": "v2"}, {"tp": [1, 2]}, {"tp": [0, 1]}]
 )
 def test_other_identity_is_another_namespace(change: dict[str, Any]) -> None:
-    assert digest({**IDENTITY, **change}) != digest()
+    assert spelled({**IDENTITY, **change}) != spelled()
 
 
 @pytest.fixture
@@ -246,9 +245,9 @@ def test_renamed_sglang_setting_stops_the_server(
     """An identity without it would let pages of another meaning be read."""
     name = "speculative_draft_kv_cache_dtype"
     with get_context().override_server_args(model_path=str(model)):
-        spec = runtime_context.get_spec()
+        spec = namespace.get_spec()
         kept = {each: getattr(spec, each) for each in Spec.__struct_fields__ if each != name}
-        monkeypatch.setattr(runtime_context, "get_spec", lambda: SimpleNamespace(**kept))
+        monkeypatch.setattr(namespace, "get_spec", lambda: SimpleNamespace(**kept))
         with pytest.raises(AttributeError, match=name):
             namespace.server_identity(storage_config())
 

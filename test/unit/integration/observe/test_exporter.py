@@ -10,12 +10,11 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from kit.process_stats import FULL, STATS, timed, with_engine
+from kit.process_stats import FULL, PLANNER, STATS, timed, with_engine
 from kit.promtool import check_metrics
 from sglang_tiered.integration.observe.exporter import MetricsExporter
-from sglang_tiered.integration.observe.stats import PlannerStats, TierReads
 from sglang_tiered.metrics import BOUNDS_S, METRICS, Durations, MetricKind
-from sglang_tiered.storage.base import TierStats
+from sglang_tiered.storage.base import Tier, TierStats
 from sglang_tiered.storage.encoding import EncodingStats
 from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
 
@@ -31,14 +30,15 @@ def fields(of: type[Any], prefix: str) -> set[str]:
 
 def test_no_count_of_a_tier_is_left_out() -> None:
     exported = {source.field for metric in METRICS for source in metric.sources}
-    counted = fields(TierStats, "nvme") | fields(PlannerStats, "planner")
+    learnt = PLANNER.stats()
+    reads = learnt.pop("reads")[Tier.NVME]
+    counted = fields(TierStats, "nvme") | {f"planner.{name}" for name in learnt}
     counted |= (
         fields(EncodingStats, "codec")
         | fields(StackStats, "object.moved")
         | fields(RemoteStats, "peer.moved")
     )
-    for prefix in ("", "object.", "peer."):
-        counted |= fields(TierReads, f"{prefix}reads")
+    counted |= {f"{of}reads.{name}" for of in ("", "object.", "peer.") for name in reads}
     assert counted <= exported
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,15 +40,6 @@ def test_node_that_was_evicted_ends_the_scheduler(events: TierEvents) -> None:
     assert events.take_events() == []
 
 
-def test_thread_outlives_the_cache(events: TierEvents) -> None:
-    events.start()
-    thread = events._thread
-    assert thread is not None and thread.is_alive()
-    events.close()
-    assert not thread.is_alive()
-    events.close()
-
-
 class Router:
     """A tier that holds what a test says, and what is known of it by its events."""
 
@@ -56,10 +49,11 @@ class Router:
         )
         self.held, self.is_sick, self.known = set[bytes](), False, set[int]()
         tiers = {StorageMedium.DISK: self.holds}
-        self.events = TierEvents(core, tiers, params, max_pages=max_pages)
+        clock = partial(next, itertools.count())  # in each step it is time for more
+        self.events = TierEvents(core, tiers, params, max_pages=max_pages, clock=clock)
 
-    def holds(self, keys: Sequence[bytes]) -> list[bool] | None:
-        return None if self.is_sick else [key in self.held for key in keys]
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self.held and not self.is_sick for key in keys]
 
     @property
     def names(self) -> set[int]:
@@ -76,7 +70,8 @@ class Router:
                 self.known -= blocks
 
     def settle(self) -> None:
-        self.events.sweep()
+        for _ in range(3):  # what is left of one sweep, and a whole one
+            self.events.step()
         while self.events._changed:
             self.follow()
 
@@ -85,12 +80,11 @@ class Router:
 def test_sweep_and_scheduler_lose_no_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_pages: int
 ) -> None:
-    """Both at once, while pages come and go. Beyond the bound a router knows less, and nothing
-    that is not so."""
-    monkeypatch.setattr(kv_events, "SWEEP_PAUSE_S", 0.001)
+    """In turns, while pages come and go. Beyond the bound a router knows less, and nothing that is
+    not so."""
+    monkeypatch.setattr(kv_events, "CHUNK_PAGES", 64)
     with cache_world(tmp_path / "kv", monkeypatch) as world:
         router = Router(world.cache.tree_core, max_pages)
-        router.events.start()
         prompts = [prompt(number, 2) for number in range(24)]
         for turn, tokens in enumerate(prompts):
             world.compute(tokens)
@@ -98,8 +92,8 @@ def test_sweep_and_scheduler_lose_no_change(
             router.events.announce_node(world.match(tokens).best_match_node)
             if turn % 3 == 0:
                 router.held -= set(map(bytes.fromhex, hashes_of(prompts[turn // 2])))
+            router.events.step()
             router.follow()
-        router.events.close()
         router.settle()
         assert 0 < len(router.events._pages) <= max_pages
         assert router.known <= router.names and (max_pages == 16 or router.known == router.names)

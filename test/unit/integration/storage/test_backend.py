@@ -31,6 +31,7 @@ from sglang_tiered.integration.identity.tenants import HiddenTenants, key_of_req
 from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.integration.storage import backend
 from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.integration.storage.tiers import open_shard
 from sglang_tiered.remote_config import PeerConfig
 from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
@@ -121,7 +122,7 @@ def test_dropped_pages_are_answered_false_and_never_touched(
     node.num_admitted = num_admitted
     expected = [number < num_admitted for number in range(3)]
     assert store_pages(storage, keys, slots(0, 1, 2), store=node) == expected
-    assert process_stats(storage).nvme.num_pages_stored == num_admitted
+    assert process_stats(storage)["nvme"].num_pages_stored == num_admitted
     assert storage.batch_exists(keys) == num_admitted
     assert load_pages(storage, keys, slots(5, 6, 7)) == expected
 
@@ -205,7 +206,7 @@ def a_run_that_stored_a(make: Storages, weights: Weights) -> None:
 def test_pages_wait_until_their_weights_are_read(
     make: Storages, weights: Weights, is_noted: bool, edit: bytes
 ) -> None:
-    """``is_noted``: the digests of the run before are remembered, and the weights look like it."""
+    """``is_noted``: the digests of the run before are remembered, of files with other times."""
     a_run_that_stored_a(make, weights)
     if not is_noted:
         weights.are_forgotten()
@@ -256,15 +257,23 @@ def test_answer_while_opening_does_not_confirm_the_guess(
     weights.are_fetched_anew(edit=b"edit")
     weights.take_long()
 
+    searches: list[NamespaceSearch] = []
+
     def search(*arguments: Any) -> NamespaceSearch:
-        begun = NamespaceSearch(*arguments)
-        assert begun.answer is None
+        searches.append(NamespaceSearch(*arguments))
+        return searches[0]
+
+    def open_slowly(config: Any, where: Any, answer: bytes | None, *rest: Any, **more: Any) -> Any:
+        opened = open_shard(config, where, answer, *rest, **more)
+        assert answer is None
         weights.let_go()
-        eventually(lambda: begun.answer is not None)
-        return begun
+        eventually(lambda: searches[0].answer is not None)
+        return opened
 
     monkeypatch.setattr(backend, "NamespaceSearch", search)
+    monkeypatch.setattr(backend, "open_shard", open_slowly)
     storage = make.open(make_pool(None))
+    assert not storage.knows_namespace
     assert storage.batch_exists(hashes("a")) == 0
     assert load_pages(storage, hashes("a"), slots(0)) == [False]
     storage.settle_namespace()

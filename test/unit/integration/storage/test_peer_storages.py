@@ -79,11 +79,11 @@ def test_every_pool_comes_from_peers_bit_for_bit(open_side: OpenSide) -> None:
             found, expected = b.pools[name].buffer, a.pools[name].buffer
             assert torch.equal(found[:, target], expected[:, source])
     eventually(lambda: b.storage.pages_by_tier(keys)[Tier.NVME] == 3, "not kept")
-    stats = process_stats(b.storage).peer
-    assert (stats.tier.num_fetched, stats.moved.num_promoted) == (6, 6)
-    assert stats.tier.num_peers == 1
-    assert process_stats(a.storage).peer.tier.num_served == 6
-    assert process_stats(a.storage).nvme.num_pages_from_memory == 3, "KV was read from NVMe"
+    stats = process_stats(b.storage)["peer"]
+    assert (stats["tier"].num_fetched, stats["moved"].num_promoted) == (6, 6)
+    assert stats["tier"].num_peers == 1
+    assert process_stats(a.storage)["peer"]["tier"].num_served == 6
+    assert process_stats(a.storage)["nvme"].num_pages_from_memory == 3, "KV was read from NVMe"
 
 
 def test_what_the_other_holds_is_not_kept_here(open_side: OpenSide) -> None:

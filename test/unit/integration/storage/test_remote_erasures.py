@@ -69,6 +69,8 @@ def make_ranks(number: int) -> list[Rank]:
 
 def step(ranks: list[Rank]) -> None:
     """What every rank does in a scheduler step."""
+    for rank in ranks:
+        rank.heard.ask(rank.agreement)
     if len(ranks) > 1:
         sent = [rank.agreement.values_to_send() for rank in ranks]
         reduced = functools.reduce(torch.minimum, sent)

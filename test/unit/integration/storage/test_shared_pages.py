@@ -150,7 +150,7 @@ def test_pages_stored_once_load_on_every_rank(ranks: Ranks) -> None:
 def test_a_server_with_other_ranks_finds_pages(ranks: Ranks) -> None:
     for number in (1, 3, 2, 1):
         storages = ranks.open(*(latent_pool(1) for _ in range(number)))
-        if number == 1 and not process_stats(storages[0]).nvme.num_pages:
+        if number == 1 and not process_stats(storages[0])["nvme"].num_pages:
             store(storages)
         assert [load(storage) for storage in storages] == [[True] * 3] * number
         ranks.close()

@@ -14,7 +14,8 @@ from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration.observe.stories import PREFIX, tell_spans
-from sglang_tiered.integration.observe.story import LoadMeter, LookedUp, Story
+from sglang_tiered.integration.observe.story import LoadMeter, Story
+from sglang_tiered.request_log import Copy, Load, Lookup, Wait
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Tier
 
 KEYS = tuple(bytes([number]) * 32 for number in range(2))
@@ -55,10 +56,13 @@ def loaded(req: Req) -> Story:
     now[0] = 1.5
     job.reasons = [Reason.OK, Reason.CORRUPT]
     ended(job)
-    loads = {"load_queued_at": 1.2, "load_ended_at": 1.6, "num_loaded": 64, "meter": meter}
-    copies = {"copied_at": 1.7, "copy_ended_at": 1.8, "num_copied": 64, "copy_bytes": 100}
-    held = LookedUp(1.0, 1.1, 0, 130, ((Tier.NVME, 2),), 64)
-    return Story(1.0, req=req, held=held, waits=[("load", 1.25, 1.6)], **loads, **copies)
+    story = Story.begins(1.0)
+    story.req, story.meter, line = req, meter, story.line
+    line.lookup = Lookup(at_s=1.0, lookup_s=0.1, page_tokens=64, num_nvme_pages=2)
+    line.waits = (Wait(why="load", at_s=1.25, wait_s=0.35),)
+    line.load = Load(at_s=1.2, load_s=0.4, num_loaded_tokens=64)
+    line.copy = Copy(at_s=1.7, copy_s=0.1, num_tokens=64, num_bytes=100)
+    return story
 
 
 def test_spans_are_in_the_requests_own_trace(exported: InMemorySpanExporter) -> None:
@@ -79,4 +83,4 @@ def test_spans_are_in_the_requests_own_trace(exported: InMemorySpanExporter) -> 
         times = (span.start_time / 1e9 - UNIX_S, span.end_time / 1e9 - UNIX_S)
         assert times == pytest.approx(took)
     read = spans["tier_read"].attributes
-    assert read[f"{PREFIX}tier"] == "nvme" and read[f"{PREFIX}num_failed_pages"] == 1
+    assert read[f"{PREFIX}tier"] == "nvme" and read[f"{PREFIX}failed.corrupt"] == 1

@@ -104,6 +104,24 @@ def test_aborted_request_has_one_line(world: CacheWorld, path: Path) -> None:
     assert not world.cache.tiering.notes._stories
 
 
+def test_last_batch_is_timed_after_the_release(world: CacheWorld, path: Path) -> None:
+    """SGLang lets go of a request before anybody can know how long its batch took; another request
+    may have its name by then."""
+    cache, req = world.cache, arrives(world, "r", COLD)
+    spans = [(len(COLD), 0)]
+    other = arrives(world, "other", COLD)
+    cache.tiering.notes.batch_ran([other], spans, 4.0, copies_beside=False)
+    cache.finish_storage_prefetch_admission(req.cache_request_handle, 0, None)
+    cache.tiering.notes.batch_ran([other], spans, 0.5, copies_beside=False)
+    req.finished_reason = FINISH_LENGTH(1)
+    assert not cache.claim_kv_row(req)
+    cache.tiering.notes.batch_ran([req], spans, 0.25, copies_beside=False)
+    again = arrives(world, "r", OTHER)
+    assert cache.tiering.notes._stories[again.cache_request_handle].req is again
+    prefill = lines(world, path)["r"]["prefill"]
+    assert (prefill["prefill_s"], prefill["others_s"]) == (0.25, 0.5), "since it was admitted"
+
+
 def test_requests_that_never_end_are_bounded(
     world: CacheWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

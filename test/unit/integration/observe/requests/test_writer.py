@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 def test_requests_are_lines_in_their_order(path: Path) -> None:
     writer = LineWriter(path, max_bytes=LARGE, replica=3)
     for number in range(1000):
-        writer.put(*ended(f"r{number}"))
+        writer.put(ended(f"r{number}"))
     writer.close()
     assert rids(path) == [f"r{number}" for number in range(1000)]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -50,11 +50,11 @@ def test_scheduler_waits_for_no_hung_disk(path: Path) -> None:
         return os.write(descriptor, data)
 
     writer = LineWriter(path, max_bytes=LARGE, max_queued=10, write=hang)
-    writer.put(*ended("first"))
+    writer.put(ended("first"))
     assert has_begun.wait(60)
     began = time.monotonic()
     for number in range(1000):
-        writer.put(*ended(f"r{number}"))
+        writer.put(ended(f"r{number}"))
     assert time.monotonic() - began < CLOSE_S
     assert writer.num_dropped == 990
     answers.set()
@@ -65,7 +65,7 @@ def test_scheduler_waits_for_no_hung_disk(path: Path) -> None:
 def test_two_files_are_all_there_is(path: Path) -> None:
     writer = LineWriter(path, max_bytes=2048)
     for number in range(100):
-        writer.put(*ended(f"r{number}"))
+        writer.put(ended(f"r{number}"))
         eventually(writer._queue.empty, "written")
     writer.close()
     older = path.with_name("requests.jsonl.1")
@@ -92,12 +92,12 @@ def test_full_disk_leaves_no_half_line(path: Path) -> None:
         return writer.num_dropped + (path.read_bytes().count(b"\n") if path.exists() else 0)
 
     for number in range(20):
-        writer.put(*ended(f"r{number}"))
+        writer.put(ended(f"r{number}"))
         eventually(lambda number=number: num_told() == number + 1)
     kept = rids(path)
     assert kept == [f"r{number}" for number in range(len(kept))] and 0 < len(kept) < 20
     is_full = False
-    writer.put(*ended("after"))
+    writer.put(ended("after"))
     writer.close()
     assert rids(path) == [*kept, "after"] and writer.num_dropped == 20 - len(kept)
 
@@ -106,7 +106,7 @@ def test_full_disk_leaves_no_half_line(path: Path) -> None:
 def test_next_line_is_there_and_whole(path: Path, how: str) -> None:
     """Whoever took the file, and where a killed server left a line half."""
     writer = LineWriter(path, max_bytes=LARGE)
-    writer.put(*ended("before"))
+    writer.put(ended("before"))
     eventually(lambda: path.exists() and path.stat().st_size, "written")
     if how == "moved":
         path.rename(path.with_name("elsewhere"))
@@ -117,7 +117,7 @@ def test_next_line_is_there_and_whole(path: Path, how: str) -> None:
         with path.open("ab") as file:
             file.write(b'{"v":1,"rid":"half')
         writer = LineWriter(path, max_bytes=LARGE)
-    writer.put(*ended("after"))
+    writer.put(ended("after"))
     writer.close()
     assert json.loads(path.read_bytes().splitlines()[-1])["rid"] == "after"
 
@@ -128,7 +128,7 @@ def test_file_that_became_a_link_is_not_followed(path: Path) -> None:
     path.symlink_to(target)
     writer = LineWriter(path, max_bytes=LARGE)
     for number in range(3):
-        writer.put(*ended(f"r{number}"))
+        writer.put(ended(f"r{number}"))
     writer.close()
     assert target.read_bytes() == b"" and writer.num_dropped == 3
 
@@ -143,6 +143,6 @@ def test_name_that_became_a_pipe_hangs_nothing(path: Path, monkeypatch: pytest.M
     path.write_bytes(b'{"v":1,"rid":"half')
     monkeypatch.setattr(writer_module, "open_log", open_and_lose)
     writer = LineWriter(path, max_bytes=LARGE)
-    writer.put(*ended("r"))
+    writer.put(ended("r"))
     writer.close()
     assert not writer._thread.is_alive()
