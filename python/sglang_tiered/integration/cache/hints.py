@@ -282,8 +282,7 @@ class Hints:
         """Return how many tokens this rank would load behind the first ``start``."""
         page_size = self._cache.page_size
         held = hashes[: sum(span.num_pages for span in spans)]
-        places = restorable_ends(self._cache, node, held, storage)
-        ends = None if places is None else [place * page_size for place in places]
+        ends = restorable_ends(self._cache, node, held, storage)
         num_held = piece_length(
             len(held) * page_size,
             page_tokens=page_size,

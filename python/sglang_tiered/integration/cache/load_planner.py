@@ -216,14 +216,14 @@ class LoadPlanner(Generic[Request]):
         num_new: int,
         num_before: int,
         num_ahead: int,
-        spans: Sequence[tuple[Tier, int]] = (),
+        spans: Sequence[Span] = (),
         ends: Sequence[int] | None = None,
         rank: int = 0,
     ) -> int:
         """Plan the load of a request that arrived (again), with ``num_new`` tokens behind
-        ``num_before`` cached ones. The tiers hold the first ``num_held`` of them, in ``spans`` of
-        so many tokens (empty: NVMe holds all). A load may end after any page, or where ``ends``
-        says. Requests of a smaller ``rank`` are admitted first. Returns how many tokens to load."""
+        ``num_before`` cached ones. The tiers hold the first ``num_held`` of them, in ``spans``
+        (empty: NVMe holds all). A load may end after any page, or where ``ends`` says. Requests of
+        a smaller ``rank`` are admitted first. Returns how many tokens to load."""
         self.learn()
         record = self.loads.of(request)
         is_new = record.place is None
@@ -232,7 +232,7 @@ class LoadPlanner(Generic[Request]):
             "num_held": num_held,
             "num_new": num_new,
             "num_before": num_before,
-            "spans": [(TIERS.index(tier), num_tokens) for tier, num_tokens in spans],
+            "spans": self.tokens_of(spans),
             "ends": ends,
         }
         plan = LoadPlan((num_held,), 0.0, 0.0)
@@ -405,7 +405,7 @@ class LoadPlanner(Generic[Request]):
         if self.is_unpriced:
             return num_held
         self.learn()
-        tiers = self._tokens_of(spans)
+        tiers = self.tokens_of(spans)
         num_planned = self.costs.plan(
             num_held=num_held, num_new=num_held + 1, num_before=num_before, spans=tiers, ends=ends
         ).num_tokens
@@ -431,12 +431,13 @@ class LoadPlanner(Generic[Request]):
             num_tokens,
             num_new=num_tokens + 1,
             num_before=num_before,
-            spans=self._tokens_of(spans),
+            spans=self.tokens_of(spans),
         )
         load = self.loads.of(request).load = PricedLoad(plan)
         self._begin(load)
 
-    def _tokens_of(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
+    def tokens_of(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
+        """Return the tokens of spans, by the number of their tier."""
         page_tokens = self.costs.page_tokens
         return [(TIERS.index(span.tier), span.num_pages * page_tokens) for span in spans]
 

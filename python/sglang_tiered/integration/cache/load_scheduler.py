@@ -153,7 +153,7 @@ class LoadScheduler:
         )
         ends = restorable_ends(cache, call.last_host_node_id, hashes, storage)
         if ends is not None:
-            hashes = hashes[: ends[-1] if ends else 0]
+            hashes = hashes[: ends[-1] // cache.page_size if ends else 0]
         num_held = len(hashes) * cache.page_size
         num_ahead = self._backs.num_ahead()
         num_planned = self.planner.arrives(
@@ -162,8 +162,8 @@ class LoadScheduler:
             num_new=len(tokens) + 1,
             num_before=call.num_before,
             num_ahead=num_ahead,
-            spans=[(span.tier, span.num_pages * cache.page_size) for span in spans],
-            ends=None if ends is None else [end * cache.page_size for end in ends],
+            spans=spans,
+            ends=ends,
             rank=record.rank,
         )
         has_back = self._backs.pays(call, num_held, ends)

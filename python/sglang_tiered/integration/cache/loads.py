@@ -277,8 +277,8 @@ class Loads(Generic[Request]):
 def restorable_ends(
     cache: UnifiedRadixCache, node_id: int, hashes: list[str], storage: TieredStorage
 ) -> list[int] | None:
-    """Return after how many of these pages below a node a load may end; None if after any. In a
-    model with sliding windows or Mamba, states are stored at some places only."""
+    """Return after how many tokens of these pages below a node a load may end; None if after any
+    page. In a model with sliding windows or Mamba, states are stored at some places only."""
     num_tokens = len(hashes) * cache.page_size
     states: list[Any] = []
     for kind in cache.tree_components:
@@ -299,7 +299,7 @@ def restorable_ends(
     is_root = cache.tree_core.is_root(node_id)
     shortest = 1 if is_root else max(len(state.keys) for state in states)
     ends = storage.batch_exists_v2(hashes, states).restorable_prefix_pages
-    return [end for end in ends or () if end >= shortest]
+    return [end * cache.page_size for end in ends or () if end >= shortest]
 
 
 def allocate_now(cache: Any) -> None:

@@ -24,7 +24,6 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration.cache.host_locks import HostLocks
-from sglang_tiered.integration.cache.load_planner import TIERS
 from sglang_tiered.integration.cache.loads import Back, Segment, State, allocate_now
 from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.policy.both_ends import (
@@ -133,8 +132,7 @@ class Returns:
         has just come, so this is between two steps."""
         cache, page_size, base = self._cache, self._cache.page_size, call.num_before
         bounds = segment_bounds(base, len(hashes) * page_size, page_size)
-        held = [(TIERS.index(span.tier), span.num_pages * page_size) for span in spans]
-        num_tiers = len(TIERS)
+        held, num_tiers = self._planner.tokens_of(spans), len(self._planner.costs.transfers)
         segments: list[Segment] = []
         handles: list[CacheRequestHandle] = []
         ahead = self._planner.tokens_ahead(self.num_ahead())

@@ -423,7 +423,7 @@ def lacks_pages(cache: Any, path: Sequence[TreePathNodeInfo]) -> bool:
     if storage.num_kept(hashes) < len(hashes):
         return True
     ends = restorable_ends(cache, path[0].parent_id, hashes, storage)
-    return ends is not None and ends[-1:] != [len(hashes)]
+    return ends is not None and ends[-1:] != [len(hashes) * cache.page_size]
 
 
 def store_again(cache: Any, node_id: int) -> None:

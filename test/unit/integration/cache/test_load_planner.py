@@ -21,6 +21,7 @@ from sglang_tiered.policy.cost_model import (
     TransferCost,
 )
 from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.stack.tiers import Span
 
 TOKEN_S = 1e-4
 BYTES_PER_TOKEN = 1000
@@ -82,7 +83,7 @@ def test_load_that_begins_is_waited_for(
     )
     planner: LoadPlanner[str] = LoadPlanner(costs)
     planner.note_run(num_running)
-    num_loaded = arrive(planner, "r", 6400, num_new, spans=[(tier, 6400)])
+    num_loaded = arrive(planner, "r", 6400, num_new, spans=[Span(tier, 100)])
     if ratio > 1 + MAX_OWN_LOSS or (ratio > 1 and not num_running):
         assert num_loaded == 0
     if not num_loaded:
@@ -103,7 +104,7 @@ def test_agreed_load_has_its_time_but_no_more() -> None:
     planner, clock = make_planner()
     for _ in range(6):
         load(planner, clock, 1 << 20, 10.0, Tier.OBJECT)
-    assert arrive(planner, "r", 6400, 6500, spans=[(Tier.OBJECT, 6400)]) == 0
+    assert arrive(planner, "r", 6400, 6500, spans=[Span(Tier.OBJECT, 100)]) == 0
     planner.agreed("r", 640, num_ahead=0)
     planner.begins("r")
     load_s = planner.costs.load_seconds((0, 0, 640))

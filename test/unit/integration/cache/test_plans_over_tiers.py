@@ -17,6 +17,7 @@ from sglang_tiered.policy.cost_model import (
     TransferCost,
 )
 from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.stack.tiers import Span
 
 PAGE, BYTES = 64, 1000
 prices = st.tuples(st.floats(1e-6, 1.0), st.floats(1e-12, 1e-6))
@@ -114,7 +115,7 @@ def arrive(planner: LoadPlanner[str], request: str, above: int, below: int) -> i
         num_new=above + below + 100,
         num_before=0,
         num_ahead=0,
-        spans=[(Tier.NVME, above), (Tier.OBJECT, below)],
+        spans=[Span(Tier.NVME, above // PAGE), Span(Tier.OBJECT, below // PAGE)],
     )
 
 
