@@ -166,7 +166,7 @@ class TenantUsage(msgspec.Struct, frozen=True):
     physical_bytes: int
 
 
-class LoggedRequest(RequestRecord, frozen=True, kw_only=True):
+class LoggedRequest(RequestRecord, kw_only=True):
     """A line of ``--tier-log-requests``, and why it took as long as it did."""
 
     why: str

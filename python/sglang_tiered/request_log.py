@@ -159,7 +159,7 @@ class _Part(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A part of a line, which a server fills in while the request lives."""
 
 
-class Sources(_Part, frozen=True, kw_only=True):
+class Sources(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where the tokens of the prompt came from; together they are all of it."""
 
     num_device: Annotated[int, _is("found in device memory")] = 0

@@ -32,7 +32,6 @@ from sglang.srt.runtime_context import (
 
 from sglang_tiered.codecs import LOSSY_CODEC_NAMES
 from sglang_tiered.integration.identity.model import (
-    UNRESOLVED,
     FileContents,
     identify_files,
     identify_model,
@@ -54,7 +53,6 @@ __all__ = [
     "files_of",
     "handoff_identity",
     "has_draft",
-    "is_nameless",
     "received_identity",
     "server_identity",
     "spell_out",
@@ -361,11 +359,6 @@ def spell_out(
 
     document = {"version": NAMESPACE_VERSION, "identity": identity, "pools": pools}
     return json.dumps(document, sort_keys=True, separators=(",", ":"), default=text_of)
-
-
-def is_nameless(text: str) -> bool:
-    """Return whether a part of a spelled-out identity is unique to this process."""
-    return f'"{UNRESOLVED}' in text
 
 
 def successor(namespace: bytes) -> bytes:

@@ -21,6 +21,7 @@ from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.config import format_bytes
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.file_digests import FileDigests
+from sglang_tiered.integration.identity.model import UNRESOLVED
 from sglang_tiered.storage.region.files import NAMESPACE_NAME, PAGE_SIZES_NAME
 from sglang_tiered.storage.region.format import NAMESPACE_BYTES
 from sglang_tiered.storage.region.notes import add_page_size, read_note
@@ -95,7 +96,7 @@ class NamespaceSearch:
 
     def _conclude(self, digests: Mapping[SeenFile, bytes]) -> bytes:
         text = namespace.spell_out(self._identity, self._pools, digests)
-        self.is_nameless = namespace.is_nameless(text)
+        self.is_nameless = f'"{UNRESOLVED}' in text
         return hashlib.sha256(text.encode()).digest()
 
     def _run(self, known: dict[SeenFile, bytes], unknown: list[SeenFile]) -> None:

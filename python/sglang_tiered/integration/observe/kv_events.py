@@ -236,7 +236,11 @@ class TierEvents:
 
     def _announce(self, page: _Page, medium: StorageMedium, bit: int) -> None:
         if page.held & bit and not page.announced & bit:
-            self._recorder.enqueue(_copy(page.event, medium))
+            blocks, tokens = list(page.event.block_hashes), list(page.event.token_ids)
+            told = msgspec.structs.replace(
+                page.event, block_hashes=blocks, token_ids=tokens, medium=medium
+            )
+            self._recorder.enqueue(told)  # which extends the lists of an event
             page.announced |= bit
         elif page.announced & bit and not page.held & bit:
             removed = BlockRemoved(block_hashes=list(page.event.block_hashes), medium=medium)
@@ -267,13 +271,3 @@ def _single_blocks(event: BlockStored) -> list[BlockStored]:
         )
         for at, (block, parent) in enumerate(zip(event.block_hashes, parents, strict=True))
     ]
-
-
-def _copy(event: BlockStored, medium: StorageMedium) -> BlockStored:
-    """Return a copy with lists of its own: the recorder extends those of an event."""
-    return msgspec.structs.replace(
-        event,
-        block_hashes=list(event.block_hashes),
-        token_ids=list(event.token_ids),
-        medium=medium,
-    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_tiered.request_log import NO_TIME, VERSION, Load, RequestRecord, Sources, TierLoad, Wait
+from sglang_tiered.request_log import NO_TIME, VERSION, RequestRecord, Sources, TierLoad, Wait
 from sglang_tiered.storage.base import Meter, Tier
 
 if TYPE_CHECKING:
@@ -152,7 +152,10 @@ def finish(story: Story, *, replica: int = 0) -> RequestRecord:
     line.tokens = _sources(line, story.num_storage, tiers)
     parts: list[Any] = [line.lookup, line.plan, line.given_up, line.copy, line.prefill, *line.waits]
     if line.load is not None:
-        _complete(line.load, story, tiers)
+        line.load.load_s, line.load.num_tokens = story.load_s, story.num_planned
+        line.load.tiers = tuple(tiers)
+        for tier in tiers:
+            tier.expected_s = story.expected_s.get(tier.tier, 0.0)
         parts += [line.load, *tiers]
     for part in parts:
         for name in () if part is None else part.__struct_fields__:
@@ -168,12 +171,6 @@ def finish(story: Story, *, replica: int = 0) -> RequestRecord:
 
 def _s(seconds: float) -> float:
     return round(max(0.0, seconds), _DIGITS) or NO_TIME
-
-
-def _complete(load: Load, story: Story, tiers: Sequence[TierLoad]) -> None:
-    load.load_s, load.num_tokens, load.tiers = story.load_s, story.num_planned, tuple(tiers)
-    for tier in tiers:
-        tier.expected_s = story.expected_s.get(tier.tier, 0.0)
 
 
 def _sources(line: RequestRecord, num_storage: int, tiers: Sequence[TierLoad]) -> Sources:
