@@ -65,16 +65,17 @@ def test_a_relay_to_another_door_reads_nothing(sender: Prefill, receiver: Decode
         there.open(1, 2, generation=opened.generation)
         sender.events.wait_for("ready", 1)
         sender.send(1, [5, 6])
-        _, header, tag, numbers = there.take()
-        pull = sockets.decode(header, messages.data_from_prefill)
-        assert isinstance(pull, messages.Pull), "with a fence that stands"
+        _, header, tag, payload = there.take()
+        named = sockets.decode(header, messages.data_from_prefill)
+        assert isinstance(named, messages.Slab) and named.form == messages.NAMED
+        fence = payload[: messages.WHERE.size]  # which stands
         for page in (9, 63, 64, 2**31 - 1):
-            wanted = np.array([page, page], "<i4").tobytes()
+            wanted = fence + np.array([page, page], "<i4").tobytes()
             for lie in (b"", tag):
-                here.send(pull, wanted, tag=lie)
+                here.send(named, wanted, tag=lie)
         eventually(lambda: receiver.endpoint.stats.num_forged == 8)
         assert not receiver.pool.kv.any()
-        here.send(pull, numbers, tag=tag)
+        here.send(named, payload, tag=tag)
         eventually(lambda: receiver.endpoint.stats.pulled_bytes)
         assert np.array_equal(receiver.pool.pages([7, 8]), sender.pool.pages([5, 6])), "as sent"
 
@@ -94,8 +95,7 @@ def test_silent_guests_keep_no_other_out(sender: Prefill, receiver: Decode) -> N
 def test_a_pull_of_unoffered_memory_fails_the_room(receiver: Decode) -> None:
     with strange_prefill() as stranger:
         opened = stranger.opened_by(receiver, [7])
-        pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
-        stranger.send(pull, np.array([0], "<i4").tobytes())
+        stranger.name(opened, np.array([0], "<i4").tobytes())
         assert "cannot read" in receiver.events.wait_for("failed", 1)[2]
 
 
@@ -112,8 +112,7 @@ def test_a_pull_of_impossible_pages_fails_the_room(payload: bytes) -> None:
         opened = stranger.hear(messages.Open)
         with closing(door.accept()) as guest:
             tagger = guest.offer_buffers(stranger.pool.memories.kv.buffers)
-            pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
-            stranger.send(pull, payload, tagger=tagger)
+            stranger.name(opened, payload, tagger)
             assert "prefill name" in receiver.events.wait_for("failed", 1)[2]
         assert not receiver.pool.kv.any()
 

@@ -106,7 +106,6 @@ def nothing_is_left(sender: Prefill, receiver: Decode) -> None:
         queue = peer.sending
         eventually(lambda queue=queue: queue.credit_bytes == TCP.window_bytes)
         assert not queue.queue
-        assert not queue.returned
         assert not queue.unconfirmed
         assert not queue.rooms
     eventually(lambda: not receiver.endpoint._senders)

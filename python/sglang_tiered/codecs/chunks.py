@@ -1,4 +1,4 @@
-"""Arrays of bytes, each compressed if that pays. Page codecs and wire codecs use them.
+"""Arrays of bytes, each compressed if that pays. Page codecs use them.
 
 A chunk is its length in four little-endian bytes, the highest bit of which says that a Zstandard
 frame follows, and the frame or the bytes as they are.

@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.transfer.memory import Pages
 
-__all__ = ["MAX_PULL_BYTES", "Door", "Fence", "Guest", "PeerMemory"]
-
-MAX_PULL_BYTES = 8 << 20
-"""Bytes that one message lets the reader copy; between two messages it serves its sockets."""
+__all__ = ["Door", "Fence", "Guest", "PeerMemory"]
 
 MAX_GUESTS = 256
 """Guests at one door that have not sent their session's token yet."""
@@ -224,8 +221,8 @@ class PeerMemory:
         return "the process has ended" if alive.poll(0) else None
 
     def is_right(self, tag: bytes, *parts: bytes) -> bool:
-        """Whether the process behind the door made this authenticator of a ``Pull``. False until it
-        has admitted this one."""
+        """Whether the process behind the door made this authenticator of a ``NAMED`` slab. False
+        until it has admitted this one."""
         if self._tagger is None and not self.is_unusable:
             # The offer was sent before the first message that needs it.
             try:

@@ -21,7 +21,7 @@ def test_the_same_layout_pairs_whole_pages() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"page_size": 64}, "--page-size 4 and decode --page-size 64"),
+        ({"page_size": 64}, "--page-size 4 and decode 64"),
         ({"dtype": "fp8_e4m3"}, "--kv-cache-dtype bfloat16 and decode fp8_e4m3"),
         ({"states": []}, "states swa and decode none"),
         ({"states": [StateLayout("mamba", [8])]}, "states swa and decode mamba"),

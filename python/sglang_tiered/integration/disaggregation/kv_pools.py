@@ -9,6 +9,7 @@ import numpy as np
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.runtime_context import get_device
 
+from sglang_tiered.codecs import LOSSY_CODEC_NAMES, NO_CODEC
 from sglang_tiered.codecs.dtypes import FLOAT_DTYPES
 from sglang_tiered.errors import TransferError
 from sglang_tiered.integration.disaggregation.device_memory import DeviceMemory
@@ -33,7 +34,14 @@ DRAFT_LAYERS = 1 << 20
 
 
 def layout_of(args: Any, server_args: Any, is_mla: bool | None, codec: str) -> KVLayout:
-    """The layout that SGLang's ``KVArgs`` describe, without the rank (see ``at_rank``)."""
+    """The layout that SGLang's ``KVArgs`` describe, without the rank (see ``at_rank``). Raises
+    ``TransferError`` for a codec that does not know its elements."""
+    element = "" if codec == NO_CODEC else _element(args, server_args)
+    if codec in LOSSY_CODEC_NAMES and not element:
+        raise TransferError(
+            f"--transfer-codec {codec} cannot be used with a KV cache of "
+            f"{args.kv_cache_dtype_str}, which is not one of floats of 2 or 4 bytes; drop it."
+        )
     heads = 0 if is_mla else int(getattr(args, "total_kv_head_num", 0) or 0)
     return KVLayout(
         args.page_size,
@@ -48,7 +56,7 @@ def layout_of(args: Any, server_args: Any, is_mla: bool | None, codec: str) -> K
             for kind, row_bytes in zip(args.state_types, args.state_item_lens, strict=True)
         ],
         list(args.aux_item_lens),
-        "" if codec == "none" else _element(args, server_args),
+        element,
         codec,
     )
 

@@ -20,7 +20,6 @@ from sglang_tiered.transfer.decode.rooms import MAX_SLABS, DamagedError, Progres
 from sglang_tiered.transfer.decode.sessions import LinkEvents, PrefillLinks
 from sglang_tiered.transfer.memory import check_pages, one_row
 from sglang_tiered.transfer.messages import NOTHING_MORE
-from sglang_tiered.transfer.wire_codec import make_codec
 from sglang_tiered.wire import sockets
 from sglang_tiered.wire.loop import EndpointLoop
 from sglang_tiered.wire.sockets import received
@@ -103,7 +102,7 @@ class DecodeEndpoint:
         on_tick: Callable[[DecodeEndpoint], None] = lambda _: None,
     ) -> None:
         self._memories = memories
-        self._codec = make_codec(layout)
+        self._layout = layout
         self._listener = listener
         self._settings = settings
         self._on_tick = on_tick
@@ -443,11 +442,11 @@ class DecodeEndpoint:
         header = frames[1].bytes
         message = sockets.decode(header, messages.data_from_prefill)
         payload = frames[3].buffer if len(frames) > 3 else b""
-        is_pull = isinstance(message, messages.Pull)
-        signed = (header, bytes(payload)) if is_pull else (header,)
-        memory = link.peer_memory if is_pull else None
+        is_named = isinstance(message, messages.Slab) and message.form == messages.NAMED
+        signed = (header, bytes(payload)) if is_named else (header,)
+        memory = link.peer_memory if is_named else None
         is_right = (memory or link.tagger).is_right(frames[2].bytes, *signed)
-        # A Pull under an unusable offer reads nothing: the pages are asked for as a slab instead.
+        # Under an unusable offer nothing is read: the pages' bytes are asked for instead.
         if not is_right and (memory is None or not memory.is_unusable):
             self.stats.num_forged += 1
             return None
@@ -457,21 +456,17 @@ class DecodeEndpoint:
         self,
         room: ReceiveRoom,
         link: PrefillLink,
-        message: messages.Slab | messages.Pull,
+        message: messages.Slab,
         payload: Any,
         progress: Progress,
     ) -> None:
         if progress.has(message.seq):
             return
         self.stats.num_slabs += 1
-        if isinstance(message, messages.Slab):
+        if message.form != messages.NAMED:
             self.stats.received_bytes += len(payload)
-            landed = room.land(message, payload, link.pairs, self._codec)
-        elif link.peer_memory is None:
-            raise TransferError("prefill offers memory that this instance cannot read.")
-        else:
-            landed = room.pull(message, payload, link.pairs, link.peer_memory)
-            pairs = link.pairs[message.first_pair : message.first_pair + message.num_pairs]
-            self.stats.pulled_bytes += message.num_pages * sum(pair.page_bytes for pair in pairs)
-        if landed:
+        before = room.kv_bytes
+        if room.land(message, payload, link.pairs, self._layout, link.peer_memory):
             progress.mark(message.seq, time.monotonic())
+        if message.form == messages.NAMED:
+            self.stats.pulled_bytes += room.kv_bytes - before

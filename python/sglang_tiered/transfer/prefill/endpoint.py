@@ -20,7 +20,6 @@ from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.memory import check_pages, one_row
 from sglang_tiered.transfer.messages import NOTHING_MORE, mismatch
 from sglang_tiered.transfer.prefill.rooms import Room, RoomTable
-from sglang_tiered.transfer.prefill.send_queue import PULL_SHARE
 from sglang_tiered.transfer.prefill.sessions import DecodePeer, DecodePeers
 from sglang_tiered.wire import sockets
 from sglang_tiered.wire.loop import GOODBYE_MS, EndpointLoop
@@ -477,7 +476,7 @@ class PrefillEndpoint:
             except Exception as error:
                 # A pool that cannot be read fails only the room that was read for.
                 logger.exception("KV transfer: error while reading the pool; the room fails")
-                room = peer.sending.queue[0].opened.room
+                room = peer.sending.queue[0].room
                 self._fail(room, f"prefill could not read its pages ({error})", True)
                 return number + 1
             if parcel is None or not self._post(peer, parcel):
@@ -493,8 +492,7 @@ class PrefillEndpoint:
             return False
         peer.sending.mark_sent(parcel, time.monotonic())
         self.stats.num_slabs += 1
-        if parcel.buffer is None:
-            self.stats.pulled_bytes += PULL_SHARE * parcel.num_bytes
-        else:
+        self.stats.pulled_bytes += parcel.named_bytes
+        if not parcel.is_last and not parcel.named_bytes:
             self.stats.sent_bytes += parcel.frames[-1].nbytes
         return True

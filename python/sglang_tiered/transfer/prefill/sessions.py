@@ -21,7 +21,6 @@ from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.messages import VERSION_FRAME
 from sglang_tiered.transfer.prefill.send_queue import SendQueue, SlabBuffers
 from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Guest
-from sglang_tiered.transfer.wire_codec import make_codec
 from sglang_tiered.wire.keys import (
     SESSION_DOMAIN,
     Tagger,
@@ -85,7 +84,6 @@ class DecodePeers:
         keys: Keys | None,
     ) -> None:
         self._layout = layout
-        self._codec = make_codec(layout)
         self._memories = memories
         self._rank = rank
         self._settings = settings
@@ -144,7 +142,7 @@ class DecodePeers:
         for _ in range(len(self._turns)):
             peer = self._turns[0]
             self._turns.rotate(-1)
-            if (peer.sending.queue or peer.sending.returned) and peer.is_joined:
+            if peer.sending.queue and peer.is_joined:
                 yield peer
 
     def admit(self, identity: bytes, hello: messages.Hello, now: float) -> DecodePeer:
@@ -154,11 +152,10 @@ class DecodePeers:
         sending = SendQueue(
             self._memories,
             pair_buffers(self._layout, hello.layout),
-            self._layout.page_size,
+            self._layout,
             tagger,
             self._buffers,
             min(hello.window_bytes, self._settings.window_bytes),
-            self._codec,
         )
         token = secrets.token_bytes(messages.TOKEN_BYTES)
         links: list[bytes | None] = [None] * self._settings.num_connections
@@ -214,7 +211,7 @@ class DecodePeers:
             guest.close()
             return True
         peer.guest = guest
-        peer.sending.pull_tagger = tagger
+        peer.sending.reader = tagger
         return True
 
     def join(self, link: bytes, message: messages.Join) -> bool:
