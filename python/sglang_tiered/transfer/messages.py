@@ -101,6 +101,8 @@ Word = Annotated[str, msgspec.Meta(max_length=64)]
 Short = Annotated[bytes, msgspec.Meta(max_length=64)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Model = Annotated[bytes, msgspec.Meta(min_length=MODEL_BYTES, max_length=MODEL_BYTES)]
+# So that a lying peer cannot grow decode's bitmap.
+Seq = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 Place = Annotated[str, msgspec.Meta(max_length=300)]
 
 
@@ -246,7 +248,7 @@ class Nack(Message, frozen=True, tag="nack"):
 
     room: int
     generation: int
-    seq: Count
+    seq: Seq
 
 
 # Data channel, prefill to decode. An authenticator frame follows; then, for slabs, the payload.
@@ -263,7 +265,7 @@ class Slab(Message, frozen=True, tag="slab"):
 
     room: int
     generation: int
-    seq: Count
+    seq: Seq
     component: int
     first_pair: Count
     num_pairs: Count
@@ -278,7 +280,7 @@ class Last(Message, frozen=True, tag="last"):
 
     room: int
     generation: int
-    num_slabs: Count
+    num_slabs: Seq
     aux: Annotated[list[bytes], Many]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
-from sglang_tiered.transfer.decode.rooms import MAX_SLABS, DamagedError, Progress, ReceiveRoom
+from sglang_tiered.transfer.decode.rooms import DamagedError, Progress, ReceiveRoom
 from sglang_tiered.transfer.decode.sessions import LinkEvents, PrefillLinks
 from sglang_tiered.transfer.memory import check_pages, one_row
 from sglang_tiered.transfer.messages import NOTHING_MORE
@@ -41,12 +41,6 @@ logger = logging.getLogger(__name__)
 
 MAX_DATA_MESSAGES = 4
 """Slabs handled before the control sockets are polled again: about 16 MiB, a few ms."""
-
-MAX_REPEATS = 3
-"""Sessions in a row that are opened to repeat an abort, each lost at once."""
-
-MAX_FAILED = 4096
-"""Rooms kept in mind that failed, of which prefill may not have heard yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +103,6 @@ class DecodeEndpoint:
         self._generations = itertools.count(1)
         self._table_lock = threading.Lock()
         self._rooms: dict[int, ReceiveRoom] = {}
-        self._senders: dict[int, list[PrefillLink]] = {}  # by room
-        self._failed: dict[tuple[int, int], str] = {}  # rooms with generations, the latest last
         self._model: bytes | None = None  # of the KV that is taken
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # until it is known
         self.stats = DecodeStats()
@@ -244,36 +236,19 @@ class DecodeEndpoint:
     def _on_lost(self, link: PrefillLink, reason: str) -> None:
         reason = messages.peer_failed(reason)
         self.stats.num_sessions_lost += 1
-        failed = []
-        for number, links in list(self._senders.items()):
-            room = self._rooms.get(number)
-            if link in links and room is not None and not room.is_concluded:
-                failed.append(room)
-                self._conclude_failed(room, reason, told_by=link)
-        self._repeat_aborts(link, failed, reason)
+        # A prefill that lives may not have heard of every room, if some messages were lost. Without
+        # a Welcome it has heard of none.
+        told_by = link if link.welcome is None else None
+        for room in list(self._rooms.values()):
+            if link in room.links:
+                self._conclude_failed(room, reason, told_by)
         self._listener.prefill_lost(link.address, reason)
-
-    def _repeat_aborts(self, link: PrefillLink, failed: list[ReceiveRoom], reason: str) -> None:
-        """Abort again over a new session: prefill may live, and not know which rooms ended with the
-        lost session or just before."""
-        settings = self._settings
-        recent = time.monotonic() - settings.peer_timeout_s - settings.ping_interval_s
-        num_repeats = link.num_repeats + 1 if link.opened_at >= recent else 1
-        if num_repeats > MAX_REPEATS or (link.welcome is None and not link.num_repeats):
-            return
-        aborts = [abort for told_at, abort in link.aborts if told_at >= recent]
-        aborts += [messages.Abort(room.number, room.generation, reason) for room in failed]
-        if aborts:
-            again = self._links.link_to(link.address)
-            again.num_repeats = max(again.num_repeats, num_repeats)
-            for abort in aborts:
-                again.send_control(abort)
 
     def _on_failed(self, link: PrefillLink, message: messages.Failed) -> None:
         room = self._rooms.get(message.room)
         if room is None or room.generation != message.generation:
             return
-        if link in self._senders.get(room.number, ()):
+        if link in room.links:
             reason = messages.peer_failed(sockets.printable(message.reason))
             self._conclude_failed(room, reason, told_by=link)
 
@@ -307,9 +282,8 @@ class DecodeEndpoint:
         rows = [0 if item is None else len(item) for _, item in room.states]
         sizes = len(room.pages), rows, prefix_tokens, num_receivers
         try:
-            links = [self._links.link_to(target.address) for target in targets]
-            self._senders[room.number] = links
-            for target, link in zip(targets, links, strict=True):
+            room.links = [self._links.link_to(target.address) for target in targets]
+            for target, link in zip(targets, room.links, strict=True):
                 asks = target.is_dummy, asked.of(self._model)
                 link.send_control(messages.Open(room.number, room.generation, *sizes, *asks))
         except Exception as error:
@@ -327,16 +301,15 @@ class DecodeEndpoint:
             )
 
     def _drop_room(self, room: ReceiveRoom) -> None:
-        # Before a later room of this number is opened, whose senders are not known here yet.
-        links = self._senders.pop(room.number, ())
         if not room.is_concluded:
-            for link in links:
+            for link in room.links:
                 link.send_control(messages.Abort(room.number, room.generation, "the request ended"))
 
     def _conclude_failed(
         self, room: ReceiveRoom, reason: str, told_by: PrefillLink | None = None
     ) -> None:
-        """Close a room, report it, and tell the prefill ranks that do not know."""
+        """Close a room, report it, and tell the prefill ranks that do not know, over a new session
+        where theirs was lost. If that is lost as well, they fail the room by their timeout."""
         if room.is_concluded:
             return  # it is complete, so the loss of its prefill ranks does not matter
         with self._table_lock:
@@ -345,15 +318,12 @@ class DecodeEndpoint:
             del self._rooms[room.number]
         room.close()
         self.stats.num_rooms_failed += 1
-        self._failed[room.number, room.generation] = reason
-        if len(self._failed) > MAX_FAILED:
-            del self._failed[next(iter(self._failed))]
-        links = self._senders.pop(room.number, ())
         # The listener first: the Abort raises for a room number that no message can hold.
         self._listener.room_failed(room.number, reason)
-        for link in links:
+        abort = messages.Abort(room.number, room.generation, reason)
+        for link in room.links:
             if link is not told_by:
-                link.send_control(messages.Abort(room.number, room.generation, reason))
+                self._links.link_to(link.address).send_control(abort)
 
     # Data.
 
@@ -382,15 +352,18 @@ class DecodeEndpoint:
             return
         message, payload = parsed
         seq = message.num_slabs if isinstance(message, messages.Last) else message.seq
-        if not 0 <= seq < MAX_SLABS:
-            raise TransferError(f"it sent slab number {seq}.")
         key = (message.room, message.generation, seq)
         room = self._rooms.get(message.room)
         if room is None or room.generation != message.generation:
-            if not self._tells_of_failure(link, message):
+            self.stats.num_late += 1
+            if isinstance(message, messages.Last):
+                # A confirmation would say that all has arrived; prefill may lack our abort yet.
+                abort = messages.Abort(message.room, message.generation, "the room ended before")
+                link.send_control(abort)
+            else:
                 confirmed.append(key)
             return
-        if link not in self._senders.get(room.number, ()):
+        if link not in room.links:
             raise TransferError("it sent data of a room that another prefill instance serves.")
         progress = room.progress.setdefault(link, Progress(moved_at=time.monotonic()))
         try:
@@ -421,16 +394,6 @@ class DecodeEndpoint:
         if is_received:
             self.stats.num_rooms_received += 1
             self._listener.room_received(room.number)
-
-    def _tells_of_failure(self, link: PrefillLink, message: messages.AnyDataFromPrefill) -> bool:
-        """Answer the late end of a room that failed with another abort, where a confirmation would
-        say that all has arrived. False for other late data."""
-        self.stats.num_late += 1
-        reason = self._failed.get((message.room, message.generation))
-        if reason is None or not isinstance(message, messages.Last):
-            return False
-        link.send_control(messages.Abort(message.room, message.generation, reason))
-        return True
 
     def _parse(
         self, link: PrefillLink, frames: list[zmq.Frame]

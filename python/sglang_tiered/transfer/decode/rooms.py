@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DamagedError", "Progress", "ReceiveRoom"]
 
-MAX_SLABS = 1 << 24
-"""Bounds sequence numbers, so that a lying peer cannot grow the bitmap."""
-
 
 class DamagedError(TransferError):
     """A slab arrived with other bytes than were sent."""
@@ -73,7 +70,8 @@ class Progress:
 class ReceiveRoom:
     """One request's destination on this decode rank: its pages, in the order prefill sends them.
 
-    ``memory`` is the device's pool or the host tier's; ``progress`` is by prefill session.
+    ``memory`` is the device's pool or the host tier's. ``links``: the sessions of the prefill ranks
+    that were asked; ``progress`` is by them.
     """
 
     number: int
@@ -83,6 +81,7 @@ class ReceiveRoom:
     states: Sequence[tuple[PagedMemory, Pages | None]]
     aux: HostMemory
     aux_row: int | None
+    links: Sequence[Any] = ()
     progress: dict[Any, Progress] = field(default_factory=dict)
     num_expected: int = 0  # prefill ranks that send something
     after: Sequence[Any] = ()  # events of the device, before which no page is written

@@ -42,9 +42,6 @@ __all__ = ["Address", "LinkEvents", "PrefillLink", "PrefillLinks"]
 
 Address = tuple[str, int]
 
-MAX_ABORTS = 256
-"""Aborts that are repeated if the session is lost right after them; prefill times others out."""
-
 MAX_QUEUED = 4096
 """Messages that a socket queues each way."""
 
@@ -69,8 +66,7 @@ class PrefillLink:
     process is ever mixed with its successor behind the same address.
 
     ``control`` and ``monitor`` are None until they are made, and stay so if that fails.
-    ``waiting``: control messages to send once the session is open. ``aborts``: the last ones sent,
-    with the time. ``num_repeats``: how many links before this one were lost with such aborts."""
+    ``waiting``: control messages to send once the session is open."""
 
     address: Address
     opened_at: float
@@ -88,10 +84,6 @@ class PrefillLink:
     data: list[zmq.Socket[bytes]] = field(default_factory=list)
     peer_memory: PeerMemory | None = None
     waiting: deque[bytes] = field(default_factory=deque)
-    aborts: deque[tuple[float, messages.Abort]] = field(
-        default_factory=lambda: deque(maxlen=MAX_ABORTS)
-    )
-    num_repeats: int = 0
     is_gone: bool = False
 
     @property
@@ -102,8 +94,6 @@ class PrefillLink:
         """Send on the control channel, once there is a session. Raises, when called, for what no
         message can hold."""
         frame = sockets.encode(message)
-        if isinstance(message, messages.Abort):
-            self.aborts.append((time.monotonic(), message))
         if self.welcome is None and not isinstance(message, messages.Hello):
             self.waiting.append(frame)
             return
