@@ -151,7 +151,7 @@ def test_late_end_after_failure_is_no_success(receiver: Decode) -> None:
 
 
 def test_every_room_of_a_lost_session_is_told(receiver: Decode) -> None:
-    """Of more than 256 that ended with it prefill kept the others waiting."""
+    """Prefill may live, and not have heard of some of them."""
     rooms = range(1, 301)
     with strange_prefill() as stranger:
         stranger.opened_by(receiver, [7])

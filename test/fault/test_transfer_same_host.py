@@ -29,7 +29,7 @@ from kit.waiting import eventually
 from sglang_tiered.transfer import same_host
 from sglang_tiered.transfer.decode import sessions as prefill_links
 from sglang_tiered.transfer.memory import Buffer
-from sglang_tiered.transfer.same_host import Guest, PeerMemory
+from sglang_tiered.transfer.same_host import Door, PeerMemory
 from sglang_tiered.wire.keys import Tagger
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,22 +38,26 @@ SETTINGS = SAME_HOST
 LOST_SOON = msgspec.structs.replace(SAME_HOST, ping_interval_s=0.1, peer_timeout_s=0.6)
 
 
-admit = Guest.offer_buffers
+admit = Door.admit
 
 
-def offer_garbage(guest: Guest, buffers: Sequence[Buffer]) -> Tagger | None:
-    guest._connection.send(b"\xc1")
-    return admit(guest, buffers)
+def offer_garbage(door: Door, pid: int, address: Any, buffers: Sequence[Buffer]) -> Tagger | None:
+    door._socket.sendto(b"\xc1", address)
+    return admit(door, pid, address, buffers)
 
 
 UNREADABLE: dict[str, tuple[Any, str, Any]] = {
     "another_user": (same_host, "_credentials", lambda _: (os.getpid(), os.geteuid() + 1)),
     "another_process_namespace": (same_host, "_credentials", lambda _: (0, os.geteuid())),
-    "a_process_that_has_ended": (same_host, "_credentials", lambda _: (2**22 - 1, os.geteuid())),
+    "offered_by_a_process_that_has_ended": (
+        same_host,
+        "_credentials",
+        lambda _: (2**22 - 1, os.geteuid()),
+    ),
     "another_machine": (prefill_links, "is_own_address", lambda _: False),
     "without_the_system_call": (same_host, "_libc", object()),
-    "offered_garbage": (Guest, "offer_buffers", offer_garbage),
-    "offered_other_buffers": (Guest, "offer_buffers", lambda guest, own: admit(guest, own[1:])),
+    "offered_garbage": (Door, "admit", offer_garbage),
+    "offered_other_buffers": (Door, "admit", lambda *to: admit(*to[:-1], to[-1][1:])),
     # From then on: the number of a process that died goes to another, or the permission.
     "replaced": (PeerMemory, "check", lambda _: "the process has ended"),
     "forbidden": (PeerMemory, "_read", lambda *_: os.strerror(1)),
@@ -78,15 +82,30 @@ def test_memory_that_cannot_be_read_is_sent(
     assert sender.endpoint.stats.num_resent == (was_read or what.startswith("offered"))
 
 
+ADMITS_ALL = """
+import sys
+from sglang_tiered.transfer.same_host import Door
+door = Door()
+print(door.name, flush=True)
+sys.stdin.readline()
+for _, pid, address in door.visits():
+    door.admit(pid, address, [])
+print("admitted", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_a_process_that_has_ended_is_not_read() -> None:
     """Another has its number by then, perhaps."""
-    code = "import sys; from sglang_tiered.transfer.same_host import Door; door = Door();"
-    command = [sys.executable, "-c", code + "print(door.name, flush=True); sys.stdin.read()"]
+    command = [sys.executable, "-c", ADMITS_ALL]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
         subprocess.Popen(command, **pipes) as child,
-        closing(PeerMemory(child.stdout.readline().strip(), b"t" * 16, 1)) as peer,
+        closing(PeerMemory(child.stdout.readline().strip(), b"t" * 16, 0)) as peer,
     ):
+        print(file=child.stdin, flush=True)
+        assert child.stdout.readline() == "admitted\n"
+        assert not peer.is_right(b""), "its key is not known to who has not signed"
         assert peer.check() is None
         child.kill()
         child.wait(DEADLINE_S)

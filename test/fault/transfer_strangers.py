@@ -46,7 +46,7 @@ class StrangeDecode:
         return connection
 
     def hello(self, instance: bytes = b"strange", window: int = 1 << 20, **changes: Any) -> None:
-        hello = messages.Hello(instance, "", self.layout, window, False)
+        hello = messages.Hello(instance, "", self.layout, window)
         self.tell(msgspec.structs.replace(hello, **changes))
 
     def greet(self, **changes: Any) -> messages.Welcome:
@@ -203,14 +203,13 @@ def introduced(buffers: Sequence[Buffer]) -> Iterator[tuple[PeerMemory, Tagger]]
     """This process's memory as one of another session would know it, and what authenticates."""
     door = Door()
     peer = PeerMemory(door.name, TOKEN, len(buffers))
-    guest = door.accept()
-    assert guest is not None and guest.read_token() == TOKEN
+    ((token, pid, address),) = door.visits()
+    assert token == TOKEN
     assert not peer.is_right(b""), "nothing is authentic before a key was told"
-    tagger = guest.offer_buffers(buffers)
+    tagger = door.admit(pid, address, buffers)
     assert tagger is not None
     try:
         yield peer, tagger
     finally:
         peer.close()
-        guest.close()
         door.close()

@@ -145,7 +145,6 @@ class Hello(Message, frozen=True, tag="hello"):
     server: Place
     layout: KVLayout
     window_bytes: Positive
-    is_same_host: bool  # prefill's address is one of decode's machine
 
 
 class Claim(Message, frozen=True, tag="claim"):

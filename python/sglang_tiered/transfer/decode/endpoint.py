@@ -410,7 +410,7 @@ class DecodeEndpoint:
         memory = link.peer_memory if is_named else None
         is_right = (memory or link.tagger).is_right(frames[2].bytes, *signed)
         # Under an unusable offer nothing is read: the pages' bytes are asked for instead.
-        if not is_right and (memory is None or not memory.is_unusable):
+        if not is_right and (memory is None or memory.problem is None):
             self.stats.num_forged += 1
             return None
         return message, payload

@@ -225,7 +225,7 @@ class PrefillLinks:
 
     def _connect_control(self, link: PrefillLink) -> None:
         """Connect with the next keys that prefill may know. Raises ``zmq.ZMQError``."""
-        host, settings = link.address[0], self._settings
+        settings = self._settings
         link.keys = link.keys_left.pop(0)
         control = link.control = self._make_socket(
             link.address, messages.MAX_CONTROL_BYTES, link.keys
@@ -234,10 +234,8 @@ class PrefillLinks:
         self._loop.add_socket(monitor, partial(self._on_monitor, link))
         self._loop.add_socket(control, partial(self._on_control, link, control))
         control.connect(sockets.endpoint_of(*link.address))
-        reads = settings.same_host and is_own_address(host)
-        link.send_control(
-            messages.Hello(self._instance, self._server, self._layout, settings.window_bytes, reads)
-        )
+        hello = messages.Hello(self._instance, self._server, self._layout, settings.window_bytes)
+        link.send_control(hello)
 
     def _make_socket(
         self, address: Address, max_frame_bytes: int, keys: Keys | None
@@ -311,8 +309,8 @@ class PrefillLinks:
         link.pairs = pair_buffers(welcome.layout, self._layout)
         link.welcome = welcome
         link.tagger = Tagger(welcome.key)
-        # Checked again, since prefill may offer a door without being asked.
-        if welcome.door is not None and self._settings.same_host:
+        is_asked = self._settings.same_host and is_own_address(link.address[0])
+        if welcome.door is not None and is_asked:
             self._visit_door(link, welcome)
         encrypts = self._settings.encrypt_data
         address = (link.address[0], welcome.data_port)
@@ -334,14 +332,9 @@ class PrefillLinks:
         """Ask to read the pages of a prefill rank on this machine."""
         num_buffers = len(welcome.layout.page_bytes)
         try:
-            if not is_own_address(link.address[0]):
-                raise OSError("another machine")
             link.peer_memory = PeerMemory(welcome.door or "", welcome.session, num_buffers)
         except (OSError, ValueError) as error:
-            outcome = f"sent over TCP ({error})"
-        else:
-            outcome = "read directly"
-        logger.info("KV transfer: %s is on this machine; its pages are %s", link.name, outcome)
+            logger.info("KV transfer: pages of %s are sent over TCP (%s)", link.name, error)
 
 
 def _max_sockets(context: zmq.Context[zmq.Socket[bytes]]) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import zmq
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.memory import Memories
     from sglang_tiered.transfer.messages import Asked, KVLayout
     from sglang_tiered.transfer.prefill.send_queue import Chunk, Parcel
-    from sglang_tiered.transfer.same_host import Guest
     from sglang_tiered.wire.keys import Keys
 
 __all__ = ["PrefillEndpoint", "PrefillListener", "PrefillStats"]
@@ -123,7 +121,8 @@ class PrefillEndpoint:
         self._warned_at = -WARNING_INTERVAL_S
         self._loop = EndpointLoop("kv-transfer-prefill", self._step, self._tick)
         self._loop.call(memories.enter_thread)
-        self._watch_door()  # before data, whose pulls need the guests
+        if self._peers.door is not None:  # before data: pages are named for who has come
+            self._loop.add_socket(self._peers.door, self._peers.serve_door)
         self._loop.add_socket(self._peers.control, self._on_control)
         self._loop.add_socket(self._peers.data, self._on_data)
         self._loop.start()
@@ -373,7 +372,6 @@ class PrefillEndpoint:
 
     def _tick(self, now: float) -> None:
         self._on_tick(self)
-        self._watch_door()
         for peer in self._peers:
             silence = now - peer.last_seen
             if silence > self._settings.peer_timeout_s:
@@ -398,26 +396,6 @@ class PrefillEndpoint:
     def _end(self, peer: DecodePeer, reason: str) -> None:
         self._peers.send(peer.identity, messages.Bye(reason))
         self._lose(peer, reason)
-
-    # Readers on this machine.
-
-    def _watch_door(self) -> None:
-        if self._peers.door is not None:
-            self._loop.add_socket(self._peers.door, self._on_door)
-
-    def _on_door(self) -> None:
-        try:
-            for guest in self._peers.accept_guests():
-                if not self._peers.admit_guest(guest):
-                    self._loop.add_socket(guest, partial(self._on_guest, guest))
-        except OSError:  # waiting guests would keep this thread busy: retry at the next tick
-            if self._peers.door is not None:
-                self._loop.drop_socket(self._peers.door)
-
-    def _on_guest(self, guest: Guest) -> None:
-        self._loop.drop_socket(guest)
-        if not self._peers.admit_guest(guest):
-            self._loop.add_socket(guest, partial(self._on_guest, guest))
 
     # Data.
 

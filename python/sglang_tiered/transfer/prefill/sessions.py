@@ -20,7 +20,7 @@ from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.messages import VERSION_FRAME
 from sglang_tiered.transfer.prefill.send_queue import SendQueue, SlabBuffers
-from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Guest
+from sglang_tiered.transfer.same_host import Door
 from sglang_tiered.wire.keys import (
     SESSION_DOMAIN,
     Tagger,
@@ -58,7 +58,7 @@ class DecodePeer:
     num_heard: int = 0  # control messages since Hello, both ways; pings are not counted
     num_sent: int = 0
     links: list[bytes | None] = field(default_factory=list)
-    guest: Guest | None = None  # while it may read this process's memory
+    is_reader: bool = False  # it may read this process's memory
 
     @property
     def is_joined(self) -> bool:
@@ -90,7 +90,6 @@ class DecodePeers:
         self._keys = keys
         self._instance = secrets.token_bytes(16)
         self.door: Door | None = None
-        self._guests: set[Guest] = set()  # that have not sent their session's token yet
         self._buffers = SlabBuffers(memories.kv.new_buffer)
         self._by_identity: dict[bytes, DecodePeer] = {}
         self._by_token: dict[bytes, DecodePeer] = {}
@@ -162,7 +161,7 @@ class DecodePeers:
         server = printable(hello.server)
         peer = DecodePeer(identity, hello.instance, server, token, tagger, sending, now, now)
         peer.links = links
-        door = self.door.name if self.door is not None and hello.is_same_host else None
+        door = None if self.door is None else self.door.name
         self._by_identity[identity] = self._by_token[token] = peer
         if self._keys is not None:
             self._passwords[token.hex()] = password_of(key)
@@ -182,37 +181,15 @@ class DecodePeers:
         )
         return peer
 
-    def accept_guests(self) -> Iterator[Guest]:
-        """The guests that have come; pass each to ``admit_guest`` once it is readable. Raises
-        ``OSError`` while no connection can be accepted."""
-        for _ in range(MAX_GUESTS):
-            guest = self.door.accept() if self.door is not None else None
-            if guest is None:
-                return
-            if len(self._guests) >= MAX_GUESTS:
-                guest.close()
-                continue
-            self._guests.add(guest)
-            yield guest
-
-    def admit_guest(self, guest: Guest) -> bool:
-        """Let a guest's process read this process's pages, until the session ends, if it knows the
-        session's token; else close it. Returns False if it has sent nothing yet."""
-        token = guest.read_token()
-        if token is None:
-            return False
-        self._guests.discard(guest)
-        peer = self._by_token.get(token)
-        if peer is None or peer.guest is not None:
-            guest.close()
-            return True
-        tagger = guest.offer_buffers(self._memories.kv.buffers)
-        if tagger is None:
-            guest.close()
-            return True
-        peer.guest = guest
-        peer.sending.reader = tagger
-        return True
+    def serve_door(self) -> None:
+        """Let each process that has come and knows its session's token read this process's pages,
+        until the session ends."""
+        assert self.door is not None
+        for token, pid, address in self.door.visits():
+            peer = self._by_token.get(token)
+            if peer is not None and not peer.is_reader:
+                peer.sending.reader = self.door.admit(pid, address, self._memories.kv.buffers)
+                peer.is_reader = peer.sending.reader is not None
 
     def join(self, link: bytes, message: messages.Join) -> bool:
         """Assign a data connection to its session. Returns False if its proof is wrong."""
@@ -236,10 +213,8 @@ class DecodePeers:
         self._passwords.pop(peer.token.hex(), None)
         for link in peer.links:
             self._by_link.pop(link or b"", None)
-        if peer.guest is not None and self.door is not None:
-            peer.guest.close()
-            if all(other.guest is None for other in self):
-                self.door.revoke_permission()
+        if peer.is_reader and self.door is not None and not any(one.is_reader for one in self):
+            self.door.revoke_permission()
         with contextlib.suppress(ValueError):
             self._turns.remove(peer)
         return True
@@ -260,13 +235,10 @@ class DecodePeers:
         """Close the sockets, after their last use."""
         if self._guard is not None:
             self._guard.stop()
-        readers = [peer.guest for peer in self if peer.guest is not None]
         if self.door is not None:
-            if readers:
+            if any(peer.is_reader for peer in self):
                 self.door.revoke_permission()
             self.door.close()
-        for guest in (*self._guests, *readers):
-            guest.close()
         self._context.destroy(linger=0)
 
     def _bind(
