@@ -112,7 +112,7 @@ def test_a_process_that_has_ended_is_not_read() -> None:
         assert peer.check() == "the process has ended"
 
 
-@pytest.mark.parametrize("by", ["silence", "fail_room", "drop_room", "close"])
+@pytest.mark.parametrize("by", ["silence", "drop_room", "close"])
 def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
     """Decode pauses with everything that names the pages already queued; prefill gives the room
     up, and the pages to another request."""
@@ -132,7 +132,7 @@ def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
             sender.endpoint.close()
         else:
             resume = hold(sender.endpoint)  # the scheduler goes on before this thread does
-            getattr(sender.endpoint, by)(2, *(["no memory"] if by == "fail_room" else []))
+            sender.endpoint.drop_room(2)
         sender.pool.kv[:, [8, 9]] = 0xEE  # the next request's
         leave.set()
         if by in ("silence", "close"):
@@ -160,7 +160,7 @@ def test_a_slab_of_released_pages_is_not_sent(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(sender.pool.memories.kv, "gather", slow)
         sender.send(2, [8, 9])
         assert entered.wait(DEADLINE_S)
-        sender.endpoint.fail_room(2, "no memory")
+        sender.endpoint.drop_room(2, "no memory")
         sender.pool.kv[:, [8, 9]] = 0xEE
         leave.set()
         assert receiver.events.wait_for("failed", 2)[2] == "PD peer failed: no memory"

@@ -12,7 +12,6 @@ import itertools
 import logging
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +162,7 @@ class KVManagerRole:
         self._handoffs = handoffs
         self.handed: HandedModel | None = None  # until there is an endpoint to tell
         self._happened = threading.Event()
-        self.leaving: set[int] = set()  # what the endpoint may still say is of an aborted request
+        self.leaving: set[int] = set()  # what the endpoint may still say is of an ended request
         super().__init__(*of_sglang)
         self.server_socket.close(linger=0)  # SGLang's own is open to all addresses
         self.adapters = handoffs.adapters
@@ -200,7 +199,8 @@ class KVManagerRole:
 
     def why_refused(self, room: int) -> str | None:
         """Why a new request may not have the room that a client named; None if it may. A room
-        belongs to one request, from here until SGLang clears it. On the scheduler's thread."""
+        belongs to one request, from here until the endpoint has nothing more to say of it. On the
+        scheduler's thread."""
         # A larger number ends prefill's scheduler, which writes it into a tensor, and no message
         # holds one beyond 64 bits.
         if not 0 <= room < NUM_ROOMS:
@@ -209,8 +209,17 @@ class KVManagerRole:
             return "this request is under way with this bootstrap_room; draw another number"
         return None
 
+    # The endpoint's thread.
+
     def room_failed(self, room: int, reason: str) -> None:
         self._conclude(room, KVPoll.Failed, reason)
+
+    def room_dropped(self, room: int) -> None:
+        """Forget what a late word left of an ended request, and give its room to others."""
+        if room in self.leaving:
+            self.request_status.pop(room, None)
+            self.failure_records.pop(room, None)
+            self.leaving.discard(room)
 
     def _conclude(self, room: int, status: int, reason: str | None = None) -> None:
         # A late failure must not bring back a room that SGLang has cleared.
@@ -298,7 +307,6 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
             return
         if not isinstance(index_slice, slice):
             reason = "context-parallel prefill scatters pages, which zmq does not send"
-            self.endpoint.fail_room(bootstrap_room, reason)
             self._conclude(bootstrap_room, KVPoll.Failed, reason)
             return
         sends_metadata = aux_index is not None and self.pp_group.is_last_rank
@@ -327,9 +335,8 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
 
     def room_dropped(self, room: int) -> None:
         if room in self.leaving:
-            for kept in self.request_status, self.failure_records, self.req_to_decode_prefix_len:
-                kept.pop(room, None)
-            self.leaving.discard(room)
+            self.req_to_decode_prefix_len.pop(room, None)
+        super().room_dropped(room)
 
 
 class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
@@ -402,8 +409,9 @@ class _HandoffEnd:
     kv_mgr: Any
     bootstrap_room: int
     conclude_state: Any
+    leave: Any
     asked = NOTHING_MORE
-    _failure: KVTransferError | None = None
+    _reason: str | None = None  # why it failed, once SGLang has asked
 
     def __init__(
         self,
@@ -424,21 +432,29 @@ class _HandoffEnd:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
             self.conclude_state = KVPoll.Failed
 
+    def clear(self) -> None:
+        """Give the room back: SGLang asks no more of the request, or asks again and must not meet
+        the next one of this number."""
+        room = self.bootstrap_room
+        with self.kv_mgr.failure_lock:
+            self._reason = self._reason or self.kv_mgr.failure_records.pop(room, None)
+        self.kv_mgr.leaving.add(room)
+        self.leave(room)
+        super().clear()  # type: ignore[misc]
+        self.bootstrap_room = next(_NO_ROOMS)
+
     def failure_exception(self) -> None:
-        """Raises the same ``KVTransferError`` each time. SGLang asks again while the request waits
-        to be removed; it has dropped the reason by then, and would tell the client that the reason
-        is unknown and another rank's."""
-        try:
-            super().failure_exception()  # type: ignore[misc]
-        except KVTransferError as error:
-            if self._failure is None and not error.is_from_another_rank:
-                self._failure = error
-        if self._failure is not None:
-            raise self._failure
+        """Raises ``KVTransferError``, each time with the same reason: SGLang asks again while the
+        request waits to be removed."""
+        room = self.bootstrap_room
+        self.conclude_state = KVPoll.Failed
+        self.clear()
+        if self._reason is not None:
+            raise KVTransferError(room, self._reason)
         is_alone = self.kv_mgr.attn_tp_size * self.kv_mgr.pp_size == 1
         aborter = "this instance" if is_alone else "another rank of this instance"
         reason = f"the handoff was aborted by {aborter}; its log says why"
-        raise KVTransferError(self.bootstrap_room, reason, is_from_another_rank=not is_alone)
+        raise KVTransferError(room, reason, is_from_another_rank=not is_alone)
 
 
 class ZmqKVSender(_HandoffEnd, CommonKVSender):  # type: ignore[misc]
@@ -458,22 +474,13 @@ class ZmqKVSender(_HandoffEnd, CommonKVSender):  # type: ignore[misc]
             mgr.endpoint.expect_room(self.bootstrap_room, self.asked)
 
     def abort(self) -> None:
-        self.kv_mgr.endpoint.fail_room(self.bootstrap_room, "the request was aborted on prefill")
+        """SGLang asks no more of a request that waited for its turn or was computed."""
         super().abort()
-        # SGLang asks no more of a request that waited for its turn or was computed.
-        self.kv_mgr.leaving.add(self.bootstrap_room)
-        with suppress(KVTransferError):
-            super().failure_exception()
-        self.bootstrap_room = next(_NO_ROOMS)
+        self._reason = self._reason or "the request was aborted on prefill"
+        self.clear()
 
-    def failure_exception(self) -> None:
-        room, reason = self.bootstrap_room, "the request failed on prefill"
-        self.kv_mgr.endpoint.fail_room(room, self.kv_mgr.failure_records.get(room, reason))
-        super().failure_exception()
-
-    def clear(self) -> None:
-        super().clear()
-        self.kv_mgr.endpoint.drop_room(self.bootstrap_room)
+    def leave(self, room: int) -> None:
+        self.kv_mgr.endpoint.drop_room(room, self._reason or "prefill dropped the request")
 
 
 class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
@@ -536,15 +543,18 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.endpoint.close_room(self.bootstrap_room)
         super().abort()
 
-    def _clear(self) -> None:
-        self.kv_mgr.endpoint.close_room(self.bootstrap_room)
-        if self.init_time is None and self._owns_bootstrap_room and not self.abort_notified:
+    def leave(self, room: int) -> None:
+        if self.init_time is None and not self.abort_notified:
             # It ended before it had pages, so prefill still waits for them.
             self.abort_notified = True
             if self.bootstrap_infos:
                 self._send_abort_notification()
             else:
-                self.kv_mgr.bootstrap_client.call_with_ranks(self.bootstrap_addr, self._abort_at)
+                abort_at = partial(self._abort_at, room)
+                self.kv_mgr.bootstrap_client.call_with_ranks(self.bootstrap_addr, abort_at)
+        self.kv_mgr.endpoint.close_room(room)
+
+    def _clear(self) -> None:
         super()._clear()
         if not self.kv_mgr.addr_to_rooms_tracker.get(self.bootstrap_addr):
             self.kv_mgr.addr_to_rooms_tracker.pop(self.bootstrap_addr, None)  # clients name it
@@ -583,11 +593,11 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
         return {"rank_ip": address[0], "rank_port": address[1], "pp_rank": key[3]}
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        self._abort_at([target.address for target in self._targets()])
+        ranks = [target.address for target in self._targets()]
+        self._abort_at(self.bootstrap_room, ranks)
 
-    def _abort_at(self, ranks: list[Address]) -> None:
-        room = self.bootstrap_room
-        reason = self.kv_mgr.failure_records.get(room, "the request was aborted")
+    def _abort_at(self, room: int, ranks: list[Address]) -> None:
+        reason = self._reason or self.kv_mgr.failure_records.get(room, "the request was aborted")
         self.kv_mgr.endpoint.abort_room(room, [DecodeTarget(rank) for rank in ranks], reason)
 
 

@@ -75,6 +75,9 @@ class DecodeListener(Protocol):
     def room_failed(self, room: int, reason: str) -> None:
         """The room will not be completed. Its prefill ranks have been told, or are gone."""
 
+    def room_dropped(self, room: int) -> None:
+        """``close_room`` was served: nothing more is said of the room's request."""
+
     def prefill_lost(self, address: Address, reason: str) -> None:
         """A session ended. Its rooms have failed; the next room connects anew."""
 
@@ -194,7 +197,7 @@ class DecodeEndpoint:
             receiving = self._rooms.pop(room, None)
         if receiving is not None:
             receiving.close()
-            self._loop.call(self._drop_room, receiving)
+        self._loop.call(self._drop_room, room, receiving)
 
     def abort_room(self, room: int, targets: Sequence[DecodeTarget], reason: str) -> None:
         """Tell the prefill ranks to drop the room, which may not have been opened yet."""
@@ -300,10 +303,12 @@ class DecodeEndpoint:
                 messages.Abort(number, generation, reason)
             )
 
-    def _drop_room(self, room: ReceiveRoom) -> None:
-        if not room.is_concluded:
+    def _drop_room(self, number: int, room: ReceiveRoom | None) -> None:
+        if room is not None and not room.is_concluded:
+            abort = messages.Abort(number, room.generation, "the request ended")
             for link in room.links:
-                link.send_control(messages.Abort(room.number, room.generation, "the request ended"))
+                link.send_control(abort)
+        self._listener.room_dropped(number)
 
     def _conclude_failed(
         self, room: ReceiveRoom, reason: str, told_by: PrefillLink | None = None

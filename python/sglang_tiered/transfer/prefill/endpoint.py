@@ -159,27 +159,19 @@ class PrefillEndpoint:
         """Send computed pages to every decode rank of the room. ``chunk`` must not change."""
         self._loop.call(self._send_chunk, room, chunk)
 
-    def fail_room(self, room: int, reason: str) -> None:
-        """Fail the room and tell its decode ranks, now or when they come. Once this has returned,
-        its pages may be used for something else."""
-        self._close_fence(room)
-        self._loop.call(self._fail, room, reason, False)
-
-    def drop_room(self, room: int) -> None:
-        """Drop a room whose request has ended. If it was not sent, this acts as ``fail_room``."""
-        self._close_fence(room)
-        self._loop.call(self._drop_room, room)
+    def drop_room(self, number: int, reason: str = "prefill dropped the request") -> None:
+        """Drop a room whose request has ended. If it was not sent, tell its decode ranks why, now
+        or when they come. Once this has returned, its pages may be used for something else."""
+        room = self._rooms.get(number)
+        if room is not None:
+            room.fence.close()
+        self._loop.call(self._drop_room, number, reason)
 
     def close(self) -> None:
         """Tell the decode ranks, stop the thread, close the sockets. Once; not on its thread."""
         self._loop.call(self._say_goodbye)
         self._loop.stop()
         self._peers.close()
-
-    def _close_fence(self, number: int) -> None:
-        room = self._rooms.get(number)
-        if room is not None:
-            room.fence.close()
 
     # Control.
 
@@ -347,9 +339,9 @@ class PrefillEndpoint:
         if is_news and room.is_expected:
             self._listener.room_failed(number, reason)
 
-    def _drop_room(self, number: int) -> None:
+    def _drop_room(self, number: int, reason: str) -> None:
         if self._rooms.get(number) is not None:
-            self._fail(number, "prefill dropped the request", False)
+            self._fail(number, reason, False)
         self._listener.room_dropped(number)
 
     # Peers.

@@ -135,7 +135,7 @@ class RoomShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SlabSource:
     """Pages of one component of a chunk, from which slabs are cut. ``placed``: ``pages``, as
     ``memory`` wants them."""
 
@@ -294,7 +294,7 @@ class SendQueue:
         memory = self.memories.kv
         if chunk.is_computed is not None:
             check_pages(memory, pages, "the scheduler")
-        source = Source(
+        source = SlabSource(
             opened, fence, KV_COMPONENT, memory, self.pairs, chunk.start, pages, memory.place(pages)
         )
         if self.reader is not None and memory.is_host and _are_whole(self.pairs):
@@ -305,19 +305,19 @@ class SendQueue:
             if rows is not None and len(rows):
                 memory = self.memories.states[component]
                 pairs, placed = whole_pairs(memory.buffers), memory.place(rows)
-                source = Source(opened, fence, component, memory, pairs, 0, rows, placed)
+                source = SlabSource(opened, fence, component, memory, pairs, 0, rows, placed)
                 yield from self._slabs(source, self._cut(source))
         if chunk.is_last:
             yield self._last(opened, chunk)
 
-    def _cut(self, source: Source) -> Iterator[tuple[Key, SlabSpec]]:
+    def _cut(self, source: SlabSource) -> Iterator[tuple[Key, SlabSpec]]:
         page_size = self.layout.page_size if source.component == KV_COMPONENT else 1
         sizes = [pair.page_bytes for pair in source.pairs]
         for spec in cut_slabs(len(source.pages), sizes, page_size):
             yield self._next_key(source.opened), spec
 
     def _slabs(
-        self, source: Source, cuts: Iterable[tuple[Key, SlabSpec]], num_resends: int = 0
+        self, source: SlabSource, cuts: Iterable[tuple[Key, SlabSpec]], num_resends: int = 0
     ) -> Iterator[Parcel]:
         begun = None
         for key, spec in cuts:
@@ -328,11 +328,11 @@ class SendQueue:
         if begun is not None:
             yield self._slab(source, begun, num_resends)
 
-    def _again(self, source: Source, key: Key, spec: SlabSpec, num_resends: int) -> Delivery:
+    def _again(self, source: SlabSource, key: Key, spec: SlabSpec, num_resends: int) -> Delivery:
         parcels = self._slabs(source, [(key, spec)], num_resends)
         return Delivery(source.opened.room, source.fence, parcels)
 
-    def _begin(self, source: Source, key: Key, spec: SlabSpec) -> Gathering:
+    def _begin(self, source: SlabSource, key: Key, spec: SlabSpec) -> Gathering:
         """Begin to gather the pages of a slab into a buffer."""
         buffer = self.buffers.borrow_buffer(spec.num_bytes)
         pieces = [pair.source_piece for pair in _used(source, spec)]
@@ -340,7 +340,7 @@ class SendQueue:
         wait = source.memory.begin_gather(pieces, placed, buffer[: spec.num_bytes])
         return Gathering(key, spec, buffer, wait)
 
-    def _slab(self, source: Source, begun: Gathering, num_resends: int) -> Parcel:
+    def _slab(self, source: SlabSource, begun: Gathering, num_resends: int) -> Parcel:
         """The message of a slab, once its pages are in its buffer."""
         key, spec, buffer, wait = begun
         wait()
@@ -362,7 +362,7 @@ class SendQueue:
             self.buffers.return_buffer(buffer)
         return parcel
 
-    def _named(self, source: Source, tagger: Tagger) -> Iterator[Parcel]:
+    def _named(self, source: SlabSource, tagger: Tagger) -> Iterator[Parcel]:
         """Messages that say where pages are, for a decode rank that reads this process's memory."""
         fence = source.fence
         for key, spec in self._cut(source):
@@ -417,11 +417,11 @@ def cut_slabs(
             first = end
 
 
-def _used(source: Source, spec: SlabSpec) -> Sequence[Pair]:
+def _used(source: SlabSource, spec: SlabSpec) -> Sequence[Pair]:
     return source.pairs[spec.first_pair : spec.first_pair + spec.num_pairs]
 
 
-def _header(source: Source, key: Key, spec: SlabSpec, form: int, payload: Any) -> bytes:
+def _header(source: SlabSource, key: Key, spec: SlabSpec, form: int, payload: Any) -> bytes:
     start = source.start + spec.start
     cut = spec.first_pair, spec.num_pairs, start, spec.num_pages
     return encode(Slab(*key, source.component, *cut, form, xxhash.xxh3_64_intdigest(payload)))

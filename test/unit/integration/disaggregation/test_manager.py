@@ -91,8 +91,29 @@ def test_second_request_leaves_a_taken_room_alone(kind: type[Any]) -> None:
         assert first.poll() == KVPoll.Success
         first.clear()
         assert second.poll() == KVPoll.Failed
+        manager.room_dropped(ROOM)
         third = kind(manager, SERVER, ROOM)
         assert third.poll() == KVPoll.Bootstrapping, "the number is free again"
+
+
+@BOTH
+def test_late_word_of_a_cleared_room_harms_none(kind: type[Any]) -> None:
+    """The next request of its number failed, or what is kept of a failure grew."""
+    manager = manager_of(kind)
+    with get_parallel().override(num_dp_ranks=1):
+        first = kind(manager, SERVER, ROOM)
+        manager.room_failed(ROOM, "the first reason")
+        assert reason_of(first).failure_reason == "the first reason"
+        next_one = kind(manager, SERVER, ROOM)
+        assert next_one.poll() == KVPoll.Failed, "the endpoint may still speak of the first"
+        manager.failure_records[ROOM] = "of a check just before it was cleared"
+        manager.room_failed(ROOM, "too late")
+        manager.room_dropped(ROOM)
+        assert not manager.failure_records.keys() - {next_one.bootstrap_room}
+        last = kind(manager, SERVER, ROOM)
+        first.clear()
+        assert reason_of(first).failure_reason == "the first reason"
+        assert last.poll() == KVPoll.Bootstrapping, "the number is another request's"
 
 
 def test_aborted_request_gives_its_room_back() -> None:
@@ -114,10 +135,22 @@ def test_aborted_request_gives_its_room_back() -> None:
         second = ZmqKVSender(manager, SERVER, ROOM)
         assert first.poll() == KVPoll.Failed, "it may still be in a queue"
         for _ in range(2):
-            assert reason_of(first).failure_reason == "Aborted by AbortReq."
+            assert reason_of(first).failure_reason == "the request was aborted on prefill"
         first.abort()
         first.clear()
         assert second.poll() == KVPoll.Bootstrapping, "the number is another request's"
+
+
+def test_prefill_found_late_hears_of_the_right_room() -> None:
+    """Of a request that ended before its prefill server was known."""
+    manager = manager_of(ZmqKVReceiver)
+    receiver = ZmqKVReceiver(manager, SERVER, ROOM)
+    manager.room_failed(ROOM, "no time left")
+    assert reason_of(receiver).failure_reason == "no time left"
+    (_, tell), _ = manager.bootstrap_client.call_with_ranks.call_args
+    tell([("192.0.2.1", 2)])
+    (room, (target,), reason), _ = manager.endpoint.abort_room.call_args
+    assert (room, target.address, reason) == (ROOM, ("192.0.2.1", 2), "no time left")
 
 
 def test_late_page_numbers_are_read_once_written() -> None:
