@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from sglang_tiered.transfer.messages import Open
+from sglang_tiered.transfer.messages import Claim, Open
 from sglang_tiered.transfer.prefill import rooms as prefill_rooms
 from sglang_tiered.transfer.prefill.rooms import ANOTHER_NUMBER, RoomTable
 
@@ -61,7 +61,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     @rule(number=numbers, session=sessions)
     def claim(self, number: int, session: str) -> None:
-        room = self.table.claim_room(session, number, self.now)
+        room = self.table.claim_room(session, Claim(number, bytes(32)), self.now)
         if not isinstance(room, str):
             self.opens.setdefault(number, {})
 

@@ -48,7 +48,8 @@ MAX_STEP_S = 1.0
 """So much of a step of the scheduler counts as waiting: lookups are begun between steps."""
 
 MAX_LOOKUPS = 16
-"""Lookups at a time; each takes a thread."""
+"""Lookups at a time; each takes a thread. Others wait to be asked for again, as a request does in
+each step of the scheduler: clients name the servers."""
 
 MAX_LOOKUPS_PER_MACHINE = 4
 """Lookups at one machine at a time, so that one that answers slowly does not hold up the others. A
@@ -121,7 +122,9 @@ class BootstrapClient:
             return True
         with self._lock:
             failed_at, _ = self._failures.get(server, (-LOOKUP_RETRY_S, ""))
-            if server not in self._running and time.monotonic() - failed_at >= LOOKUP_RETRY_S:
+            has_rested = time.monotonic() - failed_at >= LOOKUP_RETRY_S
+            has_thread = len(self._running) < MAX_LOOKUPS
+            if server not in self._running and has_rested and has_thread:
                 self._running.add(server)
                 self._threads.submit(self._look_up, server)
         return False

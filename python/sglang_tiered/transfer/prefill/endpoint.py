@@ -226,30 +226,35 @@ class PrefillEndpoint:
     def _set_model(self, model: bytes | None, note: str) -> None:
         self._model, self._model_note = model, note
         for room in self._rooms:
-            if not self._is_refused(room):
-                self._check_ready(room)
+            self._settle(room)
 
-    def _is_refused(self, room: Room[DecodePeer]) -> bool:
-        """Fail a room of which a decode rank has another model or prompt than this request's."""
+    def _settle(self, room: Room[DecodePeer]) -> None:
+        """Fail a room of which a decode rank has another model or prompt than this request's, and
+        report one that is complete. Once the model is known."""
         if self._model is None or not room.is_expected:
-            return False
+            return
         own = room.asked.of(self._model)
         for peer, theirs in room.models.items():
             if theirs != own:
                 reason = mismatch(self._server, own, peer.server, theirs, self._model_note)
                 self._fail(room.number, reason, True)
-                return True
-        return False
+                return
+        if room.is_complete and not room.is_ready:
+            room.is_ready = True
+            # From here on only the ranks that opened it matter.
+            room.models = dict.fromkeys(room.opens, own)
+            room.unfinished = {peer for peer, opened in room.opens.items() if not opened.is_dummy}
+            opened = next(iter(room.opens.values()))
+            self._listener.room_ready(room.number, opened.prefix_tokens)
 
     def _fail_rooms(self, reason: str) -> None:
         for room in self._rooms:
             self._fail(room.number, reason, True)
 
     def _claim(self, peer: DecodePeer, message: messages.Claim) -> None:
-        room = self._rooms.claim_room(peer, message.room, time.monotonic())
-        if not isinstance(room, str) and not room.is_ready:
-            room.models[peer] = message.model
-            self._is_refused(room)
+        room = self._rooms.claim_room(peer, message, time.monotonic())
+        if not isinstance(room, str):
+            self._settle(room)
 
     def _expect(self, number: int, asked: Asked) -> None:
         room = self._rooms.expect_room(number, time.monotonic())
@@ -257,27 +262,15 @@ class PrefillEndpoint:
             self._listener.room_failed(number, room)
             return
         room.asked = asked
-        if not self._is_refused(room):
-            self._check_ready(room)
+        self._settle(room)
 
     def _open(self, peer: DecodePeer, message: messages.Open) -> None:
         room = self._rooms.open_room(peer, message, time.monotonic())
         if isinstance(room, str):
             failed = messages.Failed(message.room, message.generation, room)
             self._peers.send(peer.identity, failed)
-            return
-        room.models[peer] = message.model
-        if not self._is_refused(room):
-            self._check_ready(room)
-
-    def _check_ready(self, room: Room[DecodePeer]) -> None:
-        if room.is_ready or not room.is_complete or self._model is None:
-            return
-        room.is_ready = True
-        room.claims.clear()  # from here on only the ranks that opened it matter
-        room.unfinished = {peer for peer, opened in room.opens.items() if not opened.is_dummy}
-        opened = next(iter(room.opens.values()))
-        self._listener.room_ready(room.number, opened.prefix_tokens)
+        else:
+            self._settle(room)
 
     def _send_chunk(self, number: int, chunk: Chunk) -> None:
         room = self._rooms.get(number)
