@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FLOAT_DTYPES",
-    "bfloat16_to_bytes",
     "float32_to_bytes",
     "to_float32",
-    "to_odd_bfloat16",
     "widened",
 ]
 
@@ -51,22 +49,3 @@ def float32_to_bytes(values: NDArray[np.float32], dtype: str) -> Bytes:
         rounded >>= np.uint32(16)
         return rounded.astype(np.uint16).reshape(-1).view(np.uint8)
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-
-
-def to_odd_bfloat16(plain: Bytes, dtype: str) -> NDArray[np.uint16]:
-    """Bfloat16 bits, rounded to odd: truncated, with the last bit set if anything was cut off. A
-    second rounding, to at most five bits of mantissa, then equals rounding the value once."""
-    if dtype == "bfloat16":
-        return plain.view(np.uint16)
-    bits = to_float32(plain, dtype).view(np.uint32)
-    is_cut = (bits & np.uint32(0xFFFF)) != 0
-    upper = (bits >> np.uint32(16)).astype(np.uint16)
-    upper |= is_cut
-    return upper
-
-
-def bfloat16_to_bytes(bits: NDArray[np.uint16], dtype: str) -> Bytes:
-    """Bfloat16 bits as ``dtype``, as flat bytes."""
-    if dtype == "bfloat16":
-        return np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
-    return float32_to_bytes(widened(bits), dtype)
