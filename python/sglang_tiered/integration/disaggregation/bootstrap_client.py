@@ -34,8 +34,6 @@ __all__ = [
     "addresses_of",
     "check_num_ranks",
     "drop_connections",
-    "is_loopback",
-    "is_wildcard",
     "shown_server",
 ]
 
@@ -396,17 +394,7 @@ def addresses_of(host: str) -> list[str]:
     return [str(entry[4][0]) for entry in found]
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    return ipaddress.ip_address(host).is_loopback
-
-
 def shown_server(host: str, own_address: str, port: int) -> str:
     """Where a server of ``--host`` answers, for who reads it on another machine."""
-    host = own_address if is_wildcard(address_of(host)) else host
+    host = own_address if ipaddress.ip_address(address_of(host)).is_unspecified else host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_wildcard(host: str) -> bool:
-    """Whether an address stands for all of this machine's."""
-    return ipaddress.ip_address(host).is_unspecified

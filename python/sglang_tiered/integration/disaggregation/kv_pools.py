@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.runtime_context import get_device
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.memory import PagedMemory
 
 __all__ = [
-    "at_rank",
     "copied",
     "device_of",
     "format_of",
@@ -33,9 +31,10 @@ DRAFT_LAYERS = 1 << 20
 """Added to the layer numbers of a draft model's KV, which begin at 0 as the target's do."""
 
 
-def layout_of(args: Any, server_args: Any, is_mla: bool | None, codec: str) -> KVLayout:
-    """The layout that SGLang's ``KVArgs`` describe, without the rank (see ``at_rank``). Raises
-    ``TransferError`` for a codec that does not know its elements."""
+def layout_of(manager: Any, codec: str) -> KVLayout:
+    """The layout that the ``KVArgs`` of SGLang's manager describe, at its tensor-parallel rank.
+    Raises ``TransferError`` for a codec that does not know its elements."""
+    args, server_args, is_mla = manager.kv_args, manager.server_args, manager.is_mla_backend
     element = "" if codec == NO_CODEC else _element(args, server_args)
     if codec in LOSSY_CODEC_NAMES and not element:
         raise TransferError(
@@ -48,8 +47,8 @@ def layout_of(args: Any, server_args: Any, is_mla: bool | None, codec: str) -> K
         args.kv_cache_dtype_str,
         list(args.kv_item_lens),
         _layer_ids(args, is_mla=bool(is_mla)),
-        0,
-        1,
+        manager.attn_tp_rank,
+        manager.attn_tp_size,
         heads,
         [
             StateLayout(str(getattr(kind, "value", kind)), list(row_bytes))
@@ -74,11 +73,6 @@ def _element(args: Any, server_args: Any) -> str:
     takes, and beside a draft model, whose part of the pool may have another format."""
     name = format_of(args, server_args)
     return name if name in FLOAT_DTYPES and not args.num_draft_entries else ""
-
-
-def at_rank(layout: KVLayout, tp_rank: int, tp_size: int) -> KVLayout:
-    """The layout with a tensor-parallel rank filled in."""
-    return msgspec.structs.replace(layout, tp_rank=tp_rank, tp_size=tp_size)
 
 
 def memories_of(args: Any, device: str) -> Memories:

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from functools import partial
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
@@ -36,8 +37,6 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
     addresses_of,
     check_num_ranks,
     drop_connections,
-    is_loopback,
-    is_wildcard,
     shown_server,
 )
 from sglang_tiered.integration.disaggregation.device_memory import are_done, writes_so_far
@@ -150,10 +149,9 @@ class KVManagerRole:
     local_ip: str
 
     def __init__(self, handoffs: Handoffs, *of_sglang: Any) -> None:
-        args, _, server_args, is_mla = of_sglang
+        args, _, server_args, _ = of_sglang
         config = handoffs.config
         self._transfer = (config.transfer if config is not None else None) or TransferConfig()
-        self._layout = kv_pools.layout_of(args, server_args, is_mla, self._transfer.codec)
         device = kv_pools.device_of(args)
         self._memories = kv_pools.memories_of(args, device)
         self.has_streams = device != "cpu"
@@ -237,9 +235,6 @@ class KVManagerRole:
         if self.server_args.enable_metrics:
             self._handoffs.export(endpoint)
 
-    def _of_rank(self) -> Any:
-        return kv_pools.at_rank(self._layout, self.attn_tp_rank, self.attn_tp_size)
-
     def _keys(self, role: str) -> Keys | None:
         directory: Path | None = self._transfer.keys_path
         return None if directory is None else load_keys(directory, role)
@@ -264,7 +259,8 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         """Listen, then announce where. SGLang's constructor calls this."""
         host = address_of(self.bootstrap_host)
         keys = self._keys("prefill")
-        if keys is None and not is_loopback(host):
+        own = ip_address(host)
+        if keys is None and not own.is_loopback:
             logger.warning(
                 "KV transfer listens on %s without --transfer-keys; every host that reaches this "
                 "port can read the KV of requests it opens. Make keys with "
@@ -274,7 +270,7 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         self.endpoint = PrefillEndpoint(
             host=host,
             server=self.server,
-            layout=self._of_rank(),
+            layout=kv_pools.layout_of(self, self._transfer.codec),
             memories=self._memories,
             rank=self._prefill_unique_rank(),
             listener=self,
@@ -283,7 +279,7 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
             on_tick=self._on_tick,
         )
         self.rank_port = self.endpoint.control_port
-        if not is_wildcard(host):
+        if not own.is_unspecified:
             self.local_ip = host
         super().register_to_bootstrap()
 
@@ -351,7 +347,7 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         self.bootstrap_client = BootstrapClient(self, self.check_is_allowed)
         self.endpoint = DecodeEndpoint(
             server=self.server,
-            layout=self._of_rank(),
+            layout=kv_pools.layout_of(self, self._transfer.codec),
             memories=self._memories,
             listener=self,
             settings=self._transfer,

@@ -424,9 +424,11 @@ class PrefillEndpoint:
         """Send a few messages of one peer; peers take turns. Returns the seconds until there is
         more to send, or None if that is unknown."""
         wait_s = None
-        for peer in self._peers.take_turns():
-            num_posted = self._post_some(peer)
-            if num_posted:
+        for peer in self._peers:
+            if not peer.sending.queue or not peer.is_joined:
+                continue
+            if self._post_some(peer):
+                self._peers.put_last(peer)
                 return 0.0
             if peer.sending.awaits_compute:
                 wait_s = COMPUTE_POLL_S

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +90,9 @@ class DecodePeers:
         self._instance = secrets.token_bytes(16)
         self.door: Door | None = None
         self._buffers = SlabBuffers(memories.kv.new_buffer)
-        self._by_identity: dict[bytes, DecodePeer] = {}
+        self._by_identity: dict[bytes, DecodePeer] = {}  # in the order of their turns
         self._by_token: dict[bytes, DecodePeer] = {}
         self._by_link: dict[bytes, DecodePeer] = {}
-        self._turns: deque[DecodePeer] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
             io_threads=max(1, settings.num_connections)
         )
@@ -135,14 +133,10 @@ class DecodePeers:
         """Send a Pong. Returns False once the connection is gone."""
         return self.send(peer.identity, messages.Pong(peer.num_sent))
 
-    def take_turns(self) -> Iterator[DecodePeer]:
-        """Each peer that can be sent to and has something to send, once; the first is the last the
-        next time."""
-        for _ in range(len(self._turns)):
-            peer = self._turns[0]
-            self._turns.rotate(-1)
-            if peer.sending.queue and peer.is_joined:
-                yield peer
+    def put_last(self, peer: DecodePeer) -> None:
+        """Have the others come before this one, which was sent to."""
+        if self._by_identity.pop(peer.identity, None) is not None:
+            self._by_identity[peer.identity] = peer
 
     def admit(self, identity: bytes, hello: messages.Hello, now: float) -> DecodePeer:
         """Open a session and send its Welcome. Raises ``TransferError`` for a layout that cannot be
@@ -165,7 +159,6 @@ class DecodePeers:
         self._by_identity[identity] = self._by_token[token] = peer
         if self._keys is not None:
             self._passwords[token.hex()] = password_of(key)
-        self._turns.append(peer)
         self.send(
             identity,
             messages.Welcome(
@@ -215,8 +208,6 @@ class DecodePeers:
             self._by_link.pop(link or b"", None)
         if peer.is_reader and self.door is not None and not any(one.is_reader for one in self):
             self.door.revoke_permission()
-        with contextlib.suppress(ValueError):
-            self._turns.remove(peer)
         return True
 
     def send(self, identity: bytes, message: Any) -> bool:
