@@ -101,8 +101,8 @@ Word = Annotated[str, msgspec.Meta(max_length=64)]
 Short = Annotated[bytes, msgspec.Meta(max_length=64)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Model = Annotated[bytes, msgspec.Meta(min_length=MODEL_BYTES, max_length=MODEL_BYTES)]
-# So that a lying peer cannot grow decode's bitmap.
-Seq = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+# Bounds what decode keeps of a room: a number for each of its messages.
+Seq = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 Place = Annotated[str, msgspec.Meta(max_length=300)]
 
 

@@ -236,7 +236,7 @@ class PeerMemory:
         the peer's buffers do not have."""
         if self.problem is not None:
             return self.problem
-        check_pages(self, source_pages, "prefill")
+        check_pages(self.buffers, source_pages, "prefill")
         for index, buffer in pairs:
             if self.buffers[index].page_bytes != buffer.page_bytes:
                 raise TransferError(f"prefill has other pages in buffer {index} than it said.")

@@ -124,8 +124,8 @@ def make_manager(
     return role(handoffs, args, mode, server_args, is_mla)
 
 
-class KVManagerRole:
-    """What both roles share: one rank's endpoint, its rooms' status. Before SGLang's class."""
+class KVManagerRole(CommonKVManager):  # type: ignore[misc]
+    """What both roles share: one rank's endpoint, its rooms' status."""
 
     reports_transfer_latency = True
     supports_role_switch = True
@@ -135,18 +135,7 @@ class KVManagerRole:
     """Fields by which prefill is asked to compute it again, in the place of SGLang's."""
 
     endpoint: PrefillEndpoint | DecodeEndpoint
-    request_status: Any
-    failure_records: dict[int, str]
-    failure_lock: threading.Lock
-    server_args: Any
-    attn_tp_rank: int
-    attn_tp_size: int
-    update_status: Any
     end_rooms: Any
-    server_socket: Any
-    _zmq_ctx: Any
-    bootstrap_host: str
-    local_ip: str
 
     def __init__(self, handoffs: Handoffs, *of_sglang: Any) -> None:
         args, _, server_args, _ = of_sglang
@@ -240,7 +229,7 @@ class KVManagerRole:
         return None if directory is None else load_keys(directory, role)
 
 
-class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
+class PrefillKVManager(KVManagerRole):
     """The sending side of every handoff of one rank."""
 
     endpoint: PrefillEndpoint
@@ -335,7 +324,7 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         super().room_dropped(room)
 
 
-class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
+class DecodeKVManager(KVManagerRole):
     """The receiving side of every handoff of one rank."""
 
     endpoint: DecodeEndpoint

@@ -166,13 +166,13 @@ class DecodeEndpoint:
         pages.
         """
         memory = memory or self._memories.kv
-        check_pages(memory, pages, "the scheduler")
-        check_pages(self._memories.aux, one_row(aux_row), "the scheduler")
+        check_pages(memory.buffers, pages, "the scheduler")
+        check_pages(self._memories.aux.buffers, one_row(aux_row), "the scheduler")
         states = []
         for index, state in enumerate(self._memories.states):
             rows = state_rows[index] if index < len(state_rows) else None
             if rows is not None:
-                check_pages(state, rows, "the scheduler")
+                check_pages(state.buffers, rows, "the scheduler")
             states.append((state, rows))
         receiving = ReceiveRoom(
             room,
@@ -262,7 +262,7 @@ class DecodeEndpoint:
             for link, progress in list(room.progress.items()):
                 stalled = now - progress.moved_at
                 if progress.has_gap and stalled > self._settings.progress_timeout_s:
-                    reason = f"{link.name} sent {progress.num_seen} slabs and then nothing"
+                    reason = f"{link.name} sent {len(progress.seen)} slabs and then nothing"
                     reason = messages.peer_failed(f"{reason} for {stalled:.1f} s")
                     self._conclude_failed(room, reason)
                     break
@@ -428,7 +428,7 @@ class DecodeEndpoint:
         payload: Any,
         progress: Progress,
     ) -> None:
-        if progress.has(message.seq):
+        if message.seq in progress.seen:
             return
         self.stats.num_slabs += 1
         if message.form != messages.NAMED:

@@ -35,35 +35,28 @@ class DamagedError(TransferError):
 
 @dataclass(eq=False, slots=True)
 class Progress:
-    """What has come from one prefill rank: a bitmap of slabs, and how many there will be."""
+    """What has come from one prefill rank: the numbers of its slabs, and how many there will be."""
 
-    seen: bytearray = field(default_factory=bytearray)
-    num_seen: int = 0
+    seen: set[int] = field(default_factory=set)
+    highest: int = -1
     num_slabs: int | None = None
     aux: Sequence[bytes] = ()
     moved_at: float = 0.0
 
     @property
     def is_complete(self) -> bool:
-        return self.num_slabs is not None and self.num_seen >= self.num_slabs
+        return self.num_slabs is not None and len(self.seen) >= self.num_slabs
 
     @property
     def has_gap(self) -> bool:
         """Whether a slab is missing that was sent before one that has come."""
-        return not self.is_complete and (self.num_slabs is not None or self.num_seen < self._end())
-
-    def has(self, seq: int) -> bool:
-        return seq >> 3 < len(self.seen) and bool(self.seen[seq >> 3] & (1 << (seq & 7)))
+        is_behind = self.num_slabs is not None or len(self.seen) <= self.highest
+        return not self.is_complete and is_behind
 
     def mark(self, seq: int, now: float) -> None:
-        if seq >> 3 >= len(self.seen):
-            self.seen.extend(bytes((seq >> 3) + 1 - len(self.seen)))
-        self.seen[seq >> 3] |= 1 << (seq & 7)
-        self.num_seen += 1
+        self.seen.add(seq)
+        self.highest = max(self.highest, seq)
         self.moved_at = now
-
-    def _end(self) -> int:
-        return (len(self.seen) - 1) * 8 + self.seen[-1].bit_length() if self.seen else 0
 
 
 @dataclass(eq=False, slots=True)

@@ -112,11 +112,7 @@ class PrefillEndpoint:
         self._peers = DecodePeers(
             host=host, layout=layout, memories=memories, rank=rank, settings=settings, keys=keys
         )
-        self._rooms: RoomTable[DecodePeer] = RoomTable(
-            max_orphans=settings.max_orphans,
-            orphan_timeout_s=settings.orphan_timeout_s,
-            tombstone_s=settings.tombstone_s,
-        )
+        self._rooms: RoomTable[DecodePeer] = RoomTable(settings)
         self.stats = PrefillStats()
         self._warned_at = -WARNING_INTERVAL_S
         self._loop = EndpointLoop("kv-transfer-prefill", self._step, self._tick)
@@ -278,8 +274,8 @@ class PrefillEndpoint:
             return
         try:
             if chunk.is_computed is None:  # else ``pages`` may not be known yet
-                check_pages(self._memories.kv, chunk.pages, "the scheduler")
-            check_pages(self._memories.aux, one_row(chunk.aux_row), "the scheduler")
+                check_pages(self._memories.kv.buffers, chunk.pages, "the scheduler")
+            check_pages(self._memories.aux.buffers, one_row(chunk.aux_row), "the scheduler")
             for peer in room.unfinished:
                 self._check_states(room.opens[peer], chunk)
         except TransferError as error:
@@ -302,7 +298,7 @@ class PrefillEndpoint:
             )
         for memory, item in zip(self._memories.states, chunk.state_rows, strict=False):
             if item is not None:
-                check_pages(memory, item, "the scheduler")
+                check_pages(memory.buffers, item, "the scheduler")
 
     def _check_sent(self, room: Room[DecodePeer]) -> None:
         if room.is_last_queued and not room.unfinished:

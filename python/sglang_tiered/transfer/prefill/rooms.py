@@ -18,6 +18,7 @@ from sglang_tiered.transfer.same_host import Fence
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
+    from sglang_tiered.config import TransferConfig
     from sglang_tiered.transfer.messages import Asked, Claim, Open
 
 __all__ = ["Room", "RoomTable"]
@@ -58,10 +59,8 @@ class Room(Generic[SessionT]):
 class RoomTable(Generic[SessionT]):
     """All rooms of one prefill rank. Used by one thread; time is passed in, in seconds."""
 
-    def __init__(self, *, max_orphans: int, orphan_timeout_s: float, tombstone_s: float) -> None:
-        self._max_orphans = max_orphans
-        self._orphan_timeout_s = orphan_timeout_s
-        self._tombstone_s = tombstone_s
+    def __init__(self, settings: TransferConfig) -> None:
+        self._settings = settings
         self._rooms: dict[int, Room[SessionT]] = {}
         self._orphans: set[int] = set()  # rooms that wait for a request
         self._tombstones: OrderedDict[int, tuple[float, str]] = OrderedDict()
@@ -104,10 +103,10 @@ class RoomTable(Generic[SessionT]):
             return reason
         room = self._rooms.get(number)
         if room is None:
-            if len(self._orphans) >= self._max_orphans:
+            if len(self._orphans) >= self._settings.max_orphans:
                 return (
-                    f"prefill already holds {self._max_orphans} rooms whose requests never "
-                    "came; does the router send every request to both?"
+                    f"prefill already holds {len(self._orphans)} rooms whose requests never came; "
+                    "does the router send every request to both?"
                 )
             room = self._rooms[number] = Room(number, now)
             self._orphans.add(number)
@@ -144,7 +143,7 @@ class RoomTable(Generic[SessionT]):
 
     def overdue(self, now: float) -> list[Room[SessionT]]:
         """The rooms whose other half did not come in time."""
-        latest = now - self._orphan_timeout_s
+        latest = now - self._settings.orphan_timeout_s
         return [
             room
             for room in self._rooms.values()
@@ -154,7 +153,7 @@ class RoomTable(Generic[SessionT]):
     def _failure_of(self, number: int, now: float) -> str | None:
         while self._tombstones:
             at, _ = next(iter(self._tombstones.values()))
-            if now - at < self._tombstone_s:
+            if now - at < self._settings.tombstone_s:
                 break
             self._tombstones.popitem(last=False)
         tombstone = self._tombstones.get(number)

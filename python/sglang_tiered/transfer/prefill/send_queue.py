@@ -293,7 +293,7 @@ class SendQueue:
         pages = np.asarray(chunk.pages[:num_pages], np.int32)
         memory = self.memories.kv
         if chunk.is_computed is not None:
-            check_pages(memory, pages, "the scheduler")
+            check_pages(memory.buffers, pages, "the scheduler")
         source = SlabSource(
             opened, fence, KV_COMPONENT, memory, self.pairs, chunk.start, pages, memory.place(pages)
         )
