@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang_tiered.codecs.dtypes import float32_to_bytes, to_float32
+from sglang_tiered.codecs.base import float32_to_bytes, to_float32
 from sglang_tiered.codecs.encoded import copied
 from sglang_tiered.config import TRANSFER_CODECS
 from sglang_tiered.transfer.layout import Pair, slab_codec

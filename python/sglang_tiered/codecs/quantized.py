@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sglang_tiered.codecs.dtypes import FLOAT_DTYPES, float32_to_bytes, to_float32, widened
+from sglang_tiered.codecs.base import FLOAT_DTYPES, float32_to_bytes, to_float32, widened
 from sglang_tiered.codecs.encoded import (
     HEADER_BYTES,
     METHOD_FP8,

@@ -10,7 +10,7 @@ import pytest
 import xxhash
 from transfer_pair import Pool, Shape, indices
 
-from sglang_tiered.codecs.dtypes import float32_to_bytes, to_float32
+from sglang_tiered.codecs.base import float32_to_bytes, to_float32
 from sglang_tiered.codecs.encoded import copied
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer.decode.rooms import ReceiveRoom

@@ -140,16 +140,12 @@ class HandedModel:
             self._version = version
             return identity
         before = self._complete
-        if update.path is None or before is None:
+        is_mixed = self._path_of_failed not in (None, update.path)
+        if update.path is None or before is None or is_mixed:
             self._complete = None
             return None
         if not update.is_complete:  # reading the same files again replaces what it replaced
-            if self._path_of_failed not in (None, update.path):
-                self._complete = None
             self._path_of_failed = update.path
-            return None
-        if self._path_of_failed not in (None, update.path):
-            self._complete = None
             return None
         self._path_of_failed = None
         return namespace.updated_identity(before, update.path, update.load_format)

@@ -9,7 +9,7 @@ from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.runtime_context import get_device
 
 from sglang_tiered.codecs import LOSSY_CODEC_NAMES, NO_CODEC
-from sglang_tiered.codecs.dtypes import FLOAT_DTYPES
+from sglang_tiered.codecs.base import FLOAT_DTYPES
 from sglang_tiered.errors import TransferError
 from sglang_tiered.integration.disaggregation.device_memory import DeviceMemory
 from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories, TokenSlice

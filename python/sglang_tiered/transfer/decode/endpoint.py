@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.decode.rooms import DamagedError, Progress, ReceiveRoom
-from sglang_tiered.transfer.decode.sessions import LinkEvents, PrefillLinks
+from sglang_tiered.transfer.decode.sessions import PrefillLinks
 from sglang_tiered.transfer.memory import check_pages, one_row
 from sglang_tiered.transfer.messages import NOTHING_MORE
 from sglang_tiered.wire import sockets
@@ -116,7 +116,9 @@ class DecodeEndpoint:
             settings=settings,
             keys=keys,
             loop=self._loop,
-            events=LinkEvents(self._on_failed, self._on_data, self._on_lost),
+            on_failed=self._on_failed,
+            on_data=self._on_data,
+            on_lost=self._on_lost,
         )
         self._loop.call(memories.enter_thread)
         self._loop.start()

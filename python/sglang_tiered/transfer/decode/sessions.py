@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sglang_tiered.wire.keys import Keys
     from sglang_tiered.wire.loop import EndpointLoop
 
-__all__ = ["Address", "LinkEvents", "PrefillLink", "PrefillLinks"]
+__all__ = ["Address", "PrefillLink", "PrefillLinks"]
 
 Address = tuple[str, int]
 
@@ -123,17 +123,9 @@ class PrefillLink:
             socket.send_multipart([VERSION_FRAME, frame], zmq.NOBLOCK)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkEvents:
-    """Callbacks for a ``Failed`` from prefill, for readable data, and after a loss."""
-
-    failed: Callable[[PrefillLink, messages.Failed], None]
-    data: Callable[[PrefillLink, int], None]
-    lost: Callable[[PrefillLink, str], None]
-
-
 class PrefillLinks:
-    """At most one link per address."""
+    """At most one link per address. ``on_failed`` gets a ``Failed`` from prefill, ``on_data`` the
+    index of a connection that is readable, ``on_lost`` the reason of a loss."""
 
     def __init__(
         self,
@@ -143,14 +135,16 @@ class PrefillLinks:
         settings: TransferConfig,
         keys: Keys | None,
         loop: EndpointLoop,
-        events: LinkEvents,
+        on_failed: Callable[[PrefillLink, messages.Failed], None],
+        on_data: Callable[[PrefillLink, int], None],
+        on_lost: Callable[[PrefillLink, str], None],
     ) -> None:
         self._server = server
         self._layout = layout
         self._settings = settings
         self._keys = keys
         self._loop = loop
-        self._events = events
+        self._on_failed, self._on_data, self._on_lost = on_failed, on_data, on_lost
         self._instance = secrets.token_bytes(16)
         self._links: dict[Address, PrefillLink] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
@@ -188,7 +182,7 @@ class PrefillLinks:
         self._close(link)
         text = f"{link.name} {reason}"
         logger.warning("KV transfer: %s; requests of this session fail", text)
-        self._events.lost(link, text)
+        self._on_lost(link, text)
 
     def tick(self, now: float) -> None:
         """Send pings, and end the links that are silent. Called every fraction of a second."""
@@ -301,7 +295,7 @@ class PrefillLinks:
             case messages.Bye():
                 self.lose(link, f"ended the session: {sockets.printable(message.reason)}")
             case messages.Failed():
-                self._events.failed(link, message)
+                self._on_failed(link, message)
             case _:
                 raise TransferError("it sent a second Welcome.")
 
@@ -321,7 +315,7 @@ class PrefillLinks:
             if link.keys is not None and not encrypts:
                 prove_session(socket, welcome.session, welcome.key)
             link.data.append(socket)
-            self._loop.add_socket(socket, partial(self._events.data, link, index))
+            self._loop.add_socket(socket, partial(self._on_data, link, index))
             socket.connect(sockets.endpoint_of(*address))
             join = messages.Join(welcome.session, index, b"")
             proof = link.tagger.tag(*join.proven())

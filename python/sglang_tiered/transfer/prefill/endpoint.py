@@ -358,7 +358,7 @@ class PrefillEndpoint:
             if silence > self._settings.peer_timeout_s:
                 self._lose(peer, f"the decode instance has been silent for {silence:.1f} s")
                 continue
-            if not self._peers.is_reachable(peer):
+            if not self._peers.send(peer.identity, messages.Pong(peer.num_sent)):
                 self._lose(peer, "the decode instance closed the connection")
                 continue
             waited = now - peer.admitted_at

@@ -129,10 +129,6 @@ class DecodePeers:
         """The sessions that a Hello ends: those of the same process or connection."""
         return [peer for peer in self if peer.instance == instance or peer.identity == identity]
 
-    def is_reachable(self, peer: DecodePeer) -> bool:
-        """Send a Pong. Returns False once the connection is gone."""
-        return self.send(peer.identity, messages.Pong(peer.num_sent))
-
     def put_last(self, peer: DecodePeer) -> None:
         """Have the others come before this one, which was sent to."""
         if self._by_identity.pop(peer.identity, None) is not None:
