@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from transfer_pair import (
     meet,
     prefill,
 )
+from transfer_strangers import introduced
 
 from kit.waiting import eventually
 from sglang_tiered.transfer import same_host
@@ -82,30 +82,16 @@ def test_memory_that_cannot_be_read_is_sent(
     assert sender.endpoint.stats.num_resent == (was_read or what.startswith("offered"))
 
 
-ADMITS_ALL = """
-import sys
-from sglang_tiered.transfer.same_host import Door
-door = Door()
-print(door.name, flush=True)
-sys.stdin.readline()
-for _, pid, address in door.visits():
-    door.admit(pid, address, [])
-print("admitted", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_process_that_has_ended_is_not_read() -> None:
     """Another has its number by then, perhaps."""
-    command = [sys.executable, "-c", ADMITS_ALL]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", "input()"]
     with (
-        subprocess.Popen(command, **pipes) as child,
-        closing(PeerMemory(child.stdout.readline().strip(), b"t" * 16, 0)) as peer,
+        subprocess.Popen(command, stdin=subprocess.PIPE) as child,
+        introduced([]) as (peer, tagger),
     ):
-        print(file=child.stdin, flush=True)
-        assert child.stdout.readline() == "admitted\n"
-        assert not peer.is_right(b""), "its key is not known to who has not signed"
+        assert peer.is_right(tagger.tag(b""), b""), "what takes the offer"
+        os.close(peer._process)
+        peer._process = os.pidfd_open(child.pid)
         assert peer.check() is None
         child.kill()
         child.wait(DEADLINE_S)

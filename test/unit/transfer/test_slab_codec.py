@@ -52,30 +52,23 @@ def encoded(pool: Pool, layout: KVLayout) -> Any:
     return copied(codec.encode((pool.kv.reshape(-1).data,)))
 
 
+@pytest.mark.parametrize("codec", ["zstd", "int8"])
 @pytest.mark.parametrize("element", ITEM_BYTES)
-def test_zstd_slab_brings_back_every_bit(element: str) -> None:
+def test_slab_comes_back_as_its_codec_says(element: str, codec: str) -> None:
+    """A channel's step is that of its tokens in one buffer."""
     pool = filled(element)
-    layout = layout_of(pool, "zstd", element)
-    assert np.array_equal(landed(pool, encoded(pool, layout), layout).kv, pool.kv)
-
-
-@pytest.mark.parametrize("element", ITEM_BYTES)
-def test_int8_slab_errs_by_half_a_step(element: str) -> None:
-    """A channel's step is that of its tokens in the slab: two buffers share none."""
-    pool = filled(element)
-    layout = layout_of(pool, "int8", element)
-    data = encoded(pool, layout)
-    assert data.nbytes < 0.6 * pool.kv.nbytes
-    got = landed(pool, data, layout)
+    layout = layout_of(pool, codec, element)
+    got = landed(pool, encoded(pool, layout), layout)
+    if codec == "zstd":
+        assert np.array_equal(got.kv, pool.kv)
+        return
     tokens = SHAPE.num_pages * SHAPE.page_size
     before, after = (
         to_float32(one.kv.reshape(-1), element).reshape(len(pool.kv), tokens, -1)
         for one in (pool, got)
     )
-    half_step = (before.max(axis=1) - before.min(axis=1)) / 510
-    ulp = {"float32": 2**-22, "float16": 2**-11, "bfloat16": 2**-8}[element]
-    bound = 1.02 * half_step[:, None] + np.abs(before).max() * (ulp + 2**-8 / 255)
-    assert np.all(np.abs(after - before) <= bound)
+    step = (before.max(axis=1) - before.min(axis=1)) / 255
+    assert np.all(np.abs(after - before) <= 0.6 * step[:, None] + np.abs(before).max() / 256)
     assert not np.array_equal(after, before)
 
 
@@ -91,14 +84,3 @@ def test_bytes_that_no_codec_made_are_refused(data: bytes) -> None:
     for codec, why in (("int8", "no codec made"), ("none", "takes as it is")):
         with pytest.raises(TransferError, match=why):
             landed(pool, data, layout_of(pool, codec))
-
-
-def test_different_codecs_on_both_sides_are_refused() -> None:
-    ours = layout_of(Pool(Shape()), "int8")
-    for other, flag in (
-        ({"codec": "none"}, "--transfer-codec"),
-        ({"element": "float16"}, "--dtype"),
-    ):
-        with pytest.raises(TransferError, match=flag):
-            pair_buffers(ours, msgspec.structs.replace(ours, **other))
-    assert pair_buffers(ours, ours)

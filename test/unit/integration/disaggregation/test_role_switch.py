@@ -116,9 +116,10 @@ def test_number_is_free_once_a_handoff_ended(rank: Rank, tmp_path: Path, ends: s
     room, managers = 7, (rank.make(PREFILL), other.make(DECODE))
     prefill, decode = managers
     decode.forward_stream = torch.get_device_module().current_stream()
-    for manager in managers:
-        manager.arriving = Asked(b"", b"")
-    try:
+    with ExitStack() as held:
+        for manager in managers:
+            manager.arriving = Asked(b"", b"")
+            held.callback(manager.teardown)
         eventually(lambda: decode.bootstrap_client.ensure_known(rank.address))
         with get_parallel().override(num_dp_ranks=1):
             sender = ZmqKVSender(prefill, rank.address, room)
@@ -144,9 +145,6 @@ def test_number_is_free_once_a_handoff_ended(rank: Rank, tmp_path: Path, ends: s
             assert not manager.endpoint.num_rooms
         sent, landed = rank.pools["kv"][:, [7, 8]], other.pools["kv"][:, [3, 4]]
         assert np.array_equal(landed, sent if ends == "done" else np.zeros_like(sent))
-    finally:
-        for manager in managers:
-            manager.teardown()
 
 
 def threads() -> set[threading.Thread]:
