@@ -231,7 +231,8 @@ class Fp8Codec(QuantizingCodec):
         scale = np.where(mantissa > 0, exponent - 9 + (mantissa > 0.875), _MIN_SCALE)
         scale = np.maximum(scale, _MIN_SCALE)
         codes[...] = _to_e4m3(values * block.spread(np.ldexp(np.float32(1), -scale)))
-        return (scale + _SCALE_BIAS).astype(np.uint8).reshape(-1)
+        scales: Bytes = (scale + _SCALE_BIAS).astype(np.uint8)
+        return scales.reshape(-1)
 
     def _decode_block(self, block: Block, scales: Bytes, codes: Bytes) -> Floats:
         scale = scales.astype(np.int32).reshape(block.scale_shape) - _SCALE_BIAS
