@@ -46,6 +46,10 @@ def offer_garbage(door: Door, pid: int, address: Any, buffers: Sequence[Buffer])
     return admit(door, pid, address, buffers)
 
 
+def forbidden_by_a_sandbox(pid: int) -> int:
+    raise PermissionError("pidfd_open")
+
+
 UNREADABLE: dict[str, tuple[Any, str, Any]] = {
     "another_user": (same_host, "_credentials", lambda _: (os.getpid(), os.geteuid() + 1)),
     "another_process_namespace": (same_host, "_credentials", lambda _: (0, os.geteuid())),
@@ -54,6 +58,7 @@ UNREADABLE: dict[str, tuple[Any, str, Any]] = {
         "_credentials",
         lambda _: (2**22 - 1, os.geteuid()),
     ),
+    "offered_where_a_sandbox_forbids": (os, "pidfd_open", forbidden_by_a_sandbox),
     "another_machine": (prefill_links, "is_own_address", lambda _: False),
     "without_the_system_call": (same_host, "_libc", object()),
     "offered_garbage": (Door, "admit", offer_garbage),

@@ -203,16 +203,17 @@ class PeerMemory:
         until it has admitted this one."""
         if self._tagger is None and self.problem is None:
             # The offer was sent before the first message that needs it.
-            with contextlib.suppress(BlockingIOError):
-                try:
-                    self._take_offer(*_receive(self._connection, _MAX_OFFER_BYTES))
-                except (TransferError, ProcessLookupError) as error:
-                    self.problem = str(error)
-                    logger.info("KV transfer: pages are sent over TCP (%s)", error)
+            try:
+                self._take_offer(*_receive(self._connection, _MAX_OFFER_BYTES))
+            except BlockingIOError:
+                pass  # not here yet
+            except (TransferError, OSError) as error:  # also a sandbox's, or no files left
+                self.problem = str(error)
+                logger.info("KV transfer: pages are sent over TCP (%s)", error)
         return self._tagger is not None and self._tagger.is_right(tag, *parts)
 
     def _take_offer(self, answer: bytes, pid: int, uid: int, _: Any) -> None:
-        """Raises ``TransferError`` or ``ProcessLookupError`` for one that cannot be used."""
+        """Raises ``TransferError`` or ``OSError`` for one that cannot be used."""
         if not pid or uid != os.geteuid():
             raise TransferError("prefill is another user's, or in another process namespace.")
         offer = sockets.decode(answer, messages.offer)
