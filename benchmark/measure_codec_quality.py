@@ -36,11 +36,11 @@ from tokenizers import Tokenizer
 from measure_codecs import PAGE, ROOT, DynamicCache, Model, through
 from server_process import Server
 from sglang_tiered.codecs import make_codec
+from sglang_tiered.codecs.encoded import copied
 from sglang_tiered.demo.server import TRAINED, demo_model
 from sglang_tiered.tools.machine import describe_machine, describe_versions
-from sglang_tiered.transfer.layout import Pair
+from sglang_tiered.transfer.layout import Pair, slab_codec
 from sglang_tiered.transfer.messages import KVLayout
-from sglang_tiered.transfer.wire_codec import make_codec as make_wire_codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -136,16 +136,14 @@ def _through_handoff(kv: torch.Tensor) -> torch.Tensor:
         element="float32",
         codec="int8",
     )
-    codec: Any = make_wire_codec(layout)
     pairs = [Pair(index, index, page_bytes) for index in range(buffers)]
     parts = []
     for slab in kv.split(SLAB_PAGES * PAGE, dim=2):
         num_pages = slab.shape[2] // PAGE
         plain = slab.contiguous().view(torch.uint8).numpy().reshape(-1)
-        encoded = codec.encode(plain, pairs, num_pages)
-        if encoded is None:
-            raise SystemExit("a slab was not encoded, so the handoff would not be measured.")
-        back = codec.decode(encoded, pairs, num_pages)
+        codec: Any = slab_codec(layout, pairs, num_pages)
+        encoded, back = copied(codec.encode((plain.data,))), np.empty_like(plain)
+        codec.decode(encoded.data, (back.data,))
         parts.append(torch.from_numpy(back).view(kv.dtype).reshape(slab.shape))
     return torch.cat(parts, dim=2)
 

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang_tiered.codecs.dtypes import float32_to_bytes, to_float32
-from sglang_tiered.transfer.layout import Pair
-from sglang_tiered.transfer.wire_codec import CODECS, make_codec
+from sglang_tiered.codecs.base import float32_to_bytes, to_float32
+from sglang_tiered.codecs.encoded import copied
+from sglang_tiered.config import TRANSFER_CODECS
+from sglang_tiered.transfer.layout import Pair, slab_codec
 from transfer_bench.pools import Pool, Shape
 
 SLAB_PAGES = 4  # of 64 tokens: what a slab of one buffer has
@@ -34,16 +35,18 @@ def measure(num_rounds: int) -> dict[str, CodecSamples]:
     pairs = [Pair(0, 0, shape.page_bytes)]
     slabs = [_slab(shape, seed) for seed in range(16)]
     size = sum(slab.nbytes for slab in slabs) / 1e9
-    found = {name: CodecSamples() for name in CODECS[1:]}
+    found = {name: CodecSamples() for name in TRANSFER_CODECS[1:]}
     layout = Pool(shape, filled=False).layout
     for _ in range(num_rounds):
         for name, samples in found.items():
             layout = msgspec.structs.replace(layout, element="bfloat16", codec=name)
-            codec: Any = make_codec(layout)
+            codec: Any = slab_codec(layout, pairs, SLAB_PAGES)
+            decoded = [np.empty_like(slab) for slab in slabs]
             begun = time.perf_counter()
-            encoded = [codec.encode(slab, pairs, SLAB_PAGES) for slab in slabs]
+            encoded = [copied(codec.encode((slab.data,))) for slab in slabs]
             sent = time.perf_counter()
-            decoded = [codec.decode(data, pairs, SLAB_PAGES) for data in encoded]
+            for data, plain in zip(encoded, decoded, strict=True):
+                codec.decode(data.data, (plain.data,))
             ended = time.perf_counter()
             samples.encode.append(size / (sent - begun))
             samples.decode.append(size / (ended - sent))

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
 from sglang_tiered.transfer.layout import Pair, whole_pairs
 from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories, SlabPiece
-from sglang_tiered.transfer.messages import KV_COMPONENT, Open, Slab
+from sglang_tiered.transfer.messages import KV_COMPONENT, PLAIN, KVLayout, Open, Slab
 from sglang_tiered.transfer.prefill.send_queue import Chunk, SendQueue, SlabBuffers, cut_slabs
 from sglang_tiered.transfer.same_host import Fence
 from sglang_tiered.wire.keys import Tagger
@@ -32,6 +32,8 @@ PAGES, PAGE_BYTES, BUFFERS = 8, 1 << 21, 4
 """So that five pages are more slabs than have memory on the device."""
 
 CHOSEN = [7, 0, 3, 5, 2]
+
+LAYOUT = KVLayout(64, "uint8", [PAGE_BYTES] * BUFFERS, [*range(BUFFERS)], 0, 1, 0, [], [])
 
 
 class World:
@@ -74,7 +76,7 @@ class World:
         memories = Memories(self.memory, [], HostMemory([]))
         pairs = [Pair(index, index, PAGE_BYTES) for index in range(BUFFERS)]
         buffers = SlabBuffers(self.memory.new_buffer)
-        queue = SendQueue(memories, pairs, 64, Tagger(b""), buffers, 1 << 30)
+        queue = SendQueue(memories, pairs, LAYOUT, Tagger(b""), buffers, 1 << 30)
         is_computed = (done or are_done)(None, event)
         chunk = Chunk(numbers.numpy(), 0, is_last=True, is_computed=is_computed)
         queue.add_chunk(Open(1, 1, len(CHOSEN), [], 0, 1, False, bytes(32)), chunk, Fence())
@@ -132,8 +134,8 @@ class World:
         size = 2 * len(CHOSEN) * PAGE_BYTES
         data = np.random.default_rng(2).integers(1, 256, size, dtype=np.uint8)
         sent = data.copy()
-        slab = Slab(1, 1, 0, KV_COMPONENT, 0, 2, 0, len(CHOSEN), 0, size, xxh3_64_intdigest(sent))
-        assert endpoint._rooms[1].land(slab, sent, whole_pairs(self.memory.buffers)[1::2])
+        slab = Slab(1, 1, 0, KV_COMPONENT, 0, 2, 0, len(CHOSEN), PLAIN, xxh3_64_intdigest(sent))
+        assert endpoint._rooms[1].land(slab, sent, whole_pairs(self.memory.buffers)[1::2], LAYOUT)
         sent[:] = 0  # the frame is the socket's again
         forward.synchronize()
         scheduling.synchronize()

@@ -140,7 +140,7 @@ def test_nothing_is_kept_of_rooms_that_ended(pair: Pair) -> None:
 def test_prefill_abort_reaches_decode_with_reason(pair: Pair) -> None:
     sender, receiver = begin(pair, 3, [1, 2])
     sender.send(3, [1], is_last=False)
-    sender.endpoint.fail_room(3, "the client went away")
+    sender.endpoint.drop_room(3, "the client went away")
     assert receiver.events.wait_for("failed", 3)[2] == "PD peer failed: the client went away"
 
 
@@ -153,7 +153,7 @@ def test_decode_abort_reaches_prefill_with_reason(pair: Pair) -> None:
 def test_late_half_of_a_failed_room_fails_immediately(pair: Pair) -> None:
     sender, receiver = pair
     sender.endpoint.expect_room(5)
-    sender.endpoint.fail_room(5, "no memory")
+    sender.endpoint.drop_room(5, "no memory")
     open_room(pair, 5, [1])
     assert receiver.events.wait_for("failed", 5)[2] == (
         "PD peer failed: no memory; for another try, draw another bootstrap_room."

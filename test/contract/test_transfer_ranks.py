@@ -127,6 +127,6 @@ def test_one_failing_rank_fails_the_room(stack: ExitStack) -> None:
     for sender in prefills:
         sender.events.wait_for("ready", 1)
     prefills[0].send(1, SOURCE_PAGES)
-    prefills[1].endpoint.fail_room(1, "no memory on rank 1")
+    prefills[1].endpoint.drop_room(1, "no memory on rank 1")
     assert receiver.events.wait_for("failed", 1)[2] == "PD peer failed: no memory on rank 1"
     eventually(lambda: not any(sender.endpoint.num_rooms for sender in prefills))

@@ -3,7 +3,6 @@ reads a process that is not to be read, or pages that were not handed over."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from contextlib import closing
@@ -16,7 +15,7 @@ from transfer_strangers import strange_decode, strange_prefill
 
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages, same_host
-from sglang_tiered.transfer.same_host import MAX_GUESTS, Door
+from sglang_tiered.transfer.same_host import Door
 from sglang_tiered.wire import sockets
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,17 +31,18 @@ def test_no_process_may_trace_prefill_before_authentication(
     allowed: list[int] = []
     monkeypatch.setattr(same_host, "_may_be_read_by", allowed.append)
     with strange_decode(sender.address) as stranger:
-        door = stranger.greet(is_same_host=True).door
+        door = stranger.greet().door
         assert door is not None and not allowed
-        for token in (b"", b"x" * 16, b"x" * 4096):
-            guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            guest.settimeout(DEADLINE_S)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as guest:
+            guest.bind("")
             guest.connect(f"\0{door}")
-            guest.send(token) if token else guest.shutdown(socket.SHUT_WR)
-            assert guest.recv(1) == b"", "it is told nothing"
-            guest.close()
-        assert not allowed
-        hand_over(sender, receiver)
+            for token in (b"", b"x" * 16, b"x" * 4096):
+                guest.send(token)
+            assert not allowed
+            hand_over(sender, receiver)
+            guest.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                guest.recv(1)  # it is told nothing
         assert allowed == [os.getpid()]
         assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512
         receiver.endpoint.close()
@@ -53,7 +53,7 @@ def test_a_relay_to_another_door_reads_nothing(sender: Prefill, receiver: Decode
     """It opens a session of its own there, and hands it on: prefill and decode are one user's, so
     the kernel says yes to both. Pages that prefill never sent are not to be had that way."""
     with strange_decode(sender.address) as there, strange_prefill() as here:
-        theirs = there.greet(is_same_host=True)
+        theirs = there.greet()
         there.join()
         sender.endpoint.expect_room(1)
         receiver.open(1, [here.address], [7, 8])
@@ -61,41 +61,41 @@ def test_a_relay_to_another_door_reads_nothing(sender: Prefill, receiver: Decode
         here.joined()
         opened = here.hear(messages.Open)
         session = next(iter(sender.endpoint._peers))
-        eventually(lambda: session.guest is not None)  # decode, for the kernel names it
+        eventually(lambda: session.is_reader)  # decode, for the kernel names it
         there.open(1, 2, generation=opened.generation)
         sender.events.wait_for("ready", 1)
         sender.send(1, [5, 6])
-        _, header, tag, numbers = there.take()
-        pull = sockets.decode(header, messages.data_from_prefill)
-        assert isinstance(pull, messages.Pull), "with a fence that stands"
+        _, header, tag, payload = there.take()
+        named = sockets.decode(header, messages.data_from_prefill)
+        assert isinstance(named, messages.Slab) and named.form == messages.NAMED
+        fence = payload[: messages.WHERE.size]  # which stands
         for page in (9, 63, 64, 2**31 - 1):
-            wanted = np.array([page, page], "<i4").tobytes()
+            wanted = fence + np.array([page, page], "<i4").tobytes()
             for lie in (b"", tag):
-                here.send(pull, wanted, tag=lie)
+                here.send(named, wanted, tag=lie)
         eventually(lambda: receiver.endpoint.stats.num_forged == 8)
         assert not receiver.pool.kv.any()
-        here.send(pull, numbers, tag=tag)
+        here.send(named, payload, tag=tag)
         eventually(lambda: receiver.endpoint.stats.pulled_bytes)
         assert np.array_equal(receiver.pool.pages([7, 8]), sender.pool.pages([5, 6])), "as sent"
 
 
-def test_silent_guests_keep_no_other_out(sender: Prefill, receiver: Decode) -> None:
-    with strange_decode(sender.address) as stranger, contextlib.ExitStack() as idle:
-        door = stranger.greet(is_same_host=True).door
-        for _ in range(2 * MAX_GUESTS):
-            guest = idle.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            guest.connect(f"\0{door}")
-        eventually(lambda: len(sender.endpoint._peers._guests) == MAX_GUESTS)
+def test_a_crowded_door_keeps_no_decode_out(sender: Prefill, receiver: Decode) -> None:
+    with (
+        strange_decode(sender.address) as stranger,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as visitor,
+    ):
+        visitor.settimeout(DEADLINE_S)
+        visitor.connect(f"\0{stranger.greet().door}")
+        for _ in range(300):
+            visitor.send(b"x" * 16)
         hand_over(sender, receiver)
-        assert receiver.endpoint.stats.received_bytes == 2 * 4 * 512
-    eventually(lambda: not sender.endpoint._peers._guests)
 
 
 def test_a_pull_of_unoffered_memory_fails_the_room(receiver: Decode) -> None:
     with strange_prefill() as stranger:
         opened = stranger.opened_by(receiver, [7])
-        pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
-        stranger.send(pull, np.array([0], "<i4").tobytes())
+        stranger.name(opened, np.array([0], "<i4").tobytes())
         assert "cannot read" in receiver.events.wait_for("failed", 1)[2]
 
 
@@ -107,14 +107,13 @@ def test_a_pull_of_impossible_pages_fails_the_room(payload: bytes) -> None:
         closing(Door()) as door,
     ):
         receiver.open(1, [stranger.address], [7])
-        assert stranger.welcome(door=door.name).is_same_host
+        stranger.welcome(door=door.name)
         stranger.joined()
         opened = stranger.hear(messages.Open)
-        with closing(door.accept()) as guest:
-            tagger = guest.offer_buffers(stranger.pool.memories.kv.buffers)
-            pull = messages.Pull(1, opened.generation, 0, 0, 4, 0, 1, 0, 0)
-            stranger.send(pull, payload, tagger=tagger)
-            assert "prefill name" in receiver.events.wait_for("failed", 1)[2]
+        ((_, pid, address),) = door.visits()
+        tagger = door.admit(pid, address, stranger.pool.memories.kv.buffers)
+        stranger.name(opened, payload, tagger)
+        assert "prefill name" in receiver.events.wait_for("failed", 1)[2]
         assert not receiver.pool.kv.any()
 
 
@@ -131,11 +130,10 @@ def test_a_foreign_socket_is_not_talked_to(receiver: Decode) -> None:
     """Of any program of this machine, which a client of decode may name."""
     with (
         strange_prefill() as stranger,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as program,
     ):
         program.setblocking(False)
         program.bind(name := f"\0other-program-{os.getpid()}")
-        program.listen()
         stranger.opened_by(receiver, [7], door=name[1:])  # it went to the door before
         with pytest.raises(BlockingIOError):
-            program.accept()
+            program.recv(1)

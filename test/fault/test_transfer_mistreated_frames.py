@@ -23,6 +23,7 @@ from sglang_tiered.transfer.messages import VERSION_FRAME
 
 pytestmark = pytest.mark.timeout(60)
 
+SETTINGS = msgspec.structs.replace(IMPATIENT, orphan_timeout_s=5.0)  # of what is lost twice
 NUM_ROOMS = 10
 PAGES_PER_ROOM = 6
 SHAPE = Shape(num_pages=64)
@@ -159,8 +160,8 @@ def test_rooms_end_alike_on_both_sides_and_recover(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
-        prefill(SHAPE, settings=IMPATIENT) as sender,
-        decode(SHAPE, settings=IMPATIENT) as receiver,
+        prefill(SHAPE, settings=SETTINGS) as sender,
+        decode(SHAPE, settings=SETTINGS) as receiver,
     ):
         network = Mistreated(*FAULTS[name], monkeypatch, seed)
         received = hand_over(sender, receiver)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -24,12 +23,13 @@ from transfer_pair import (
     meet,
     prefill,
 )
+from transfer_strangers import introduced
 
 from kit.waiting import eventually
 from sglang_tiered.transfer import same_host
 from sglang_tiered.transfer.decode import sessions as prefill_links
 from sglang_tiered.transfer.memory import Buffer
-from sglang_tiered.transfer.same_host import Guest, PeerMemory
+from sglang_tiered.transfer.same_host import Door, PeerMemory
 from sglang_tiered.wire.keys import Tagger
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,22 +38,31 @@ SETTINGS = SAME_HOST
 LOST_SOON = msgspec.structs.replace(SAME_HOST, ping_interval_s=0.1, peer_timeout_s=0.6)
 
 
-admit = Guest.offer_buffers
+admit = Door.admit
 
 
-def offer_garbage(guest: Guest, buffers: Sequence[Buffer]) -> Tagger | None:
-    guest._connection.send(b"\xc1")
-    return admit(guest, buffers)
+def offer_garbage(door: Door, pid: int, address: Any, buffers: Sequence[Buffer]) -> Tagger | None:
+    door._socket.sendto(b"\xc1", address)
+    return admit(door, pid, address, buffers)
+
+
+def forbidden_by_a_sandbox(pid: int) -> int:
+    raise PermissionError("pidfd_open")
 
 
 UNREADABLE: dict[str, tuple[Any, str, Any]] = {
     "another_user": (same_host, "_credentials", lambda _: (os.getpid(), os.geteuid() + 1)),
     "another_process_namespace": (same_host, "_credentials", lambda _: (0, os.geteuid())),
-    "a_process_that_has_ended": (same_host, "_credentials", lambda _: (2**22 - 1, os.geteuid())),
+    "offered_by_a_process_that_has_ended": (
+        same_host,
+        "_credentials",
+        lambda _: (2**22 - 1, os.geteuid()),
+    ),
+    "offered_where_a_sandbox_forbids": (os, "pidfd_open", forbidden_by_a_sandbox),
     "another_machine": (prefill_links, "is_own_address", lambda _: False),
     "without_the_system_call": (same_host, "_libc", object()),
-    "offered_garbage": (Guest, "offer_buffers", offer_garbage),
-    "offered_other_buffers": (Guest, "offer_buffers", lambda guest, own: admit(guest, own[1:])),
+    "offered_garbage": (Door, "admit", offer_garbage),
+    "offered_other_buffers": (Door, "admit", lambda *to: admit(*to[:-1], to[-1][1:])),
     # From then on: the number of a process that died goes to another, or the permission.
     "replaced": (PeerMemory, "check", lambda _: "the process has ended"),
     "forbidden": (PeerMemory, "_read", lambda *_: os.strerror(1)),
@@ -80,20 +89,21 @@ def test_memory_that_cannot_be_read_is_sent(
 
 def test_a_process_that_has_ended_is_not_read() -> None:
     """Another has its number by then, perhaps."""
-    code = "import sys; from sglang_tiered.transfer.same_host import Door; door = Door();"
-    command = [sys.executable, "-c", code + "print(door.name, flush=True); sys.stdin.read()"]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", "input()"]
     with (
-        subprocess.Popen(command, **pipes) as child,
-        closing(PeerMemory(child.stdout.readline().strip(), b"t" * 16, 1)) as peer,
+        subprocess.Popen(command, stdin=subprocess.PIPE) as child,
+        introduced([]) as (peer, tagger),
     ):
+        assert peer.is_right(tagger.tag(b""), b""), "what takes the offer"
+        os.close(peer._process)
+        peer._process = os.pidfd_open(child.pid)
         assert peer.check() is None
         child.kill()
         child.wait(DEADLINE_S)
         assert peer.check() == "the process has ended"
 
 
-@pytest.mark.parametrize("by", ["silence", "fail_room", "drop_room", "close"])
+@pytest.mark.parametrize("by", ["silence", "drop_room", "close"])
 def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
     """Decode pauses with everything that names the pages already queued; prefill gives the room
     up, and the pages to another request."""
@@ -113,7 +123,7 @@ def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
             sender.endpoint.close()
         else:
             resume = hold(sender.endpoint)  # the scheduler goes on before this thread does
-            getattr(sender.endpoint, by)(2, *(["no memory"] if by == "fail_room" else []))
+            sender.endpoint.drop_room(2)
         sender.pool.kv[:, [8, 9]] = 0xEE  # the next request's
         leave.set()
         if by in ("silence", "close"):
@@ -141,7 +151,7 @@ def test_a_slab_of_released_pages_is_not_sent(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(sender.pool.memories.kv, "gather", slow)
         sender.send(2, [8, 9])
         assert entered.wait(DEADLINE_S)
-        sender.endpoint.fail_room(2, "no memory")
+        sender.endpoint.drop_room(2, "no memory")
         sender.pool.kv[:, [8, 9]] = 0xEE
         leave.set()
         assert receiver.events.wait_for("failed", 2)[2] == "PD peer failed: no memory"

@@ -46,7 +46,7 @@ class StrangeDecode:
         return connection
 
     def hello(self, instance: bytes = b"strange", window: int = 1 << 20, **changes: Any) -> None:
-        hello = messages.Hello(instance, "", self.layout, window, False)
+        hello = messages.Hello(instance, "", self.layout, window)
         self.tell(msgspec.structs.replace(hello, **changes))
 
     def greet(self, **changes: Any) -> messages.Welcome:
@@ -156,18 +156,28 @@ class StrangePrefill:
             pairs,
             0,
             opened.num_pages,
-            0,
-            len(payload),
+            messages.PLAIN,
             xxhash.xxh3_64_intdigest(payload),
         )
         self.send(msgspec.structs.replace(header, **changes), payload)
 
+    def name(self, opened: messages.Open, numbers: bytes, tagger: Tagger | None = None) -> None:
+        """Pages that decode is to read, of all buffers, under a fence at no address."""
+        payload = messages.WHERE.pack(0, 0) + numbers
+        cut = 0, len(self.layout.page_bytes), 0, opened.num_pages
+        header = messages.Slab(
+            *(opened.room, opened.generation, 0, messages.KV_COMPONENT, *cut, messages.NAMED),
+            xxhash.xxh3_64_intdigest(payload),
+        )
+        self.send(header, payload, tagger=tagger)
+
     def send(
         self, message: Any, *payload: bytes, tag: bytes | None = None, tagger: Tagger | None = None
     ) -> None:
-        """``tagger``: of those who came to a door, for a ``Pull``."""
+        """``tagger``: of those who came to a door, for pages that are named."""
         header = encode(message)
-        signed = payload if isinstance(message, messages.Pull) else ()
+        is_named = isinstance(message, messages.Slab) and message.form == messages.NAMED
+        signed = payload if is_named else ()
         right = (tagger or Tagger(b"")).tag(header, *signed)
         frames = [VERSION_FRAME, header, right if tag is None else tag, *payload]
         self.data.send_multipart([self.link, *frames])
@@ -193,14 +203,13 @@ def introduced(buffers: Sequence[Buffer]) -> Iterator[tuple[PeerMemory, Tagger]]
     """This process's memory as one of another session would know it, and what authenticates."""
     door = Door()
     peer = PeerMemory(door.name, TOKEN, len(buffers))
-    guest = door.accept()
-    assert guest is not None and guest.read_token() == TOKEN
+    ((token, pid, address),) = door.visits()
+    assert token == TOKEN
     assert not peer.is_right(b""), "nothing is authentic before a key was told"
-    tagger = guest.offer_buffers(buffers)
+    tagger = door.admit(pid, address, buffers)
     assert tagger is not None
     try:
         yield peer, tagger
     finally:
         peer.close()
-        guest.close()
         door.close()

@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from sglang_tiered.transfer.messages import Open
+from sglang_tiered.config import TransferConfig
+from sglang_tiered.transfer.messages import Claim, Open
 from sglang_tiered.transfer.prefill import rooms as prefill_rooms
 from sglang_tiered.transfer.prefill.rooms import ANOTHER_NUMBER, RoomTable
 
@@ -26,9 +27,10 @@ class RoomMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(prefill_rooms, "MAX_TOMBSTONES", MAX_TOMBSTONES)
-        self.table: RoomTable[str] = RoomTable(
+        settings = TransferConfig(
             max_orphans=MAX_ORPHANS, orphan_timeout_s=ORPHAN_TIMEOUT_S, tombstone_s=TOMBSTONE_S
         )
+        self.table: RoomTable[str] = RoomTable(settings)
         self.now = 0.0
         self.expected: set[int] = set()
         self.opens: dict[int, dict[str, Open]] = {}
@@ -61,7 +63,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     @rule(number=numbers, session=sessions)
     def claim(self, number: int, session: str) -> None:
-        room = self.table.claim_room(session, number, self.now)
+        room = self.table.claim_room(session, Claim(number, bytes(32)), self.now)
         if not isinstance(room, str):
             self.opens.setdefault(number, {})
 

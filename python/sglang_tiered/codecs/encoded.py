@@ -1,4 +1,5 @@
-"""The bytes of an encoded page: the header, and copies between pages and flat arrays.
+"""The bytes of an encoded page: the header, chunks that are compressed if that pays, and copies
+between pages and flat arrays.
 
 ``README.md`` has the grammar, ``test_worked_example.py`` worked bytes.
 """
@@ -6,9 +7,12 @@
 from __future__ import annotations
 
 import struct
+import threading
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import zstandard
 
 from sglang_tiered.errors import CodecError
 
@@ -27,10 +31,13 @@ __all__ = [
     "METHOD_INT8",
     "METHOD_PLANES",
     "METHOD_RAW",
+    "MIN_SAVED_SHARE",
     "VERSION",
+    "ChunkReader",
     "Header",
     "copied",
     "joined",
+    "pack_chunk",
     "pack_header",
     "spread",
     "unpack_header",
@@ -91,3 +98,86 @@ def spread(parts: Iterable[Bytes], page: Segments) -> None:
             np.frombuffer(left, np.uint8)[:count] = part[position : position + count]
             left = left[count:]
             position += count
+
+
+_CHUNK = struct.Struct("<I")
+_IS_COMPRESSED = 1 << 31
+
+# The exponents of a page have no long repeats to look for, only uneven frequencies, which zstd's
+# Huffman stage takes. A search with a small table and long minimum matches finds what little there
+# is at twice the speed of level 1, and does not hide the frequencies behind short matches.
+_LEVEL = 1
+_PARAMETERS = {"min_match": 7, "hash_log": 6, "window_log": 17}
+_MAX_WINDOW_BYTES = 1 << 17
+
+MIN_SAVED_SHARE = 1 / 32
+"""A chunk that compression shortens by less is stored plain: decoding it would cost more than the
+bytes are worth."""
+
+
+class _Contexts(threading.local):
+    """This thread's zstd context: one serves one thread at a time."""
+
+    @cached_property
+    def compressor(self) -> zstandard.ZstdCompressor:
+        parameters = zstandard.ZstdCompressionParameters.from_level(
+            _LEVEL, strategy=zstandard.STRATEGY_FAST, **_PARAMETERS
+        )
+        return zstandard.ZstdCompressor(compression_params=parameters)
+
+    @cached_property
+    def decompressor(self) -> zstandard.ZstdDecompressor:
+        return zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+
+
+_contexts = _Contexts()
+
+
+def pack_chunk(array: Bytes) -> Segments:
+    """Length and bytes of a chunk, compressed if that pays; else they are not copied."""
+    plain, flag = array.data, 0
+    compressed = memoryview(_contexts.compressor.compress(plain))
+    if compressed.nbytes <= plain.nbytes * (1 - MIN_SAVED_SHARE):
+        plain, flag = compressed, _IS_COMPRESSED
+    return memoryview(_CHUNK.pack(plain.nbytes | flag)), plain
+
+
+class ChunkReader:
+    """Reads chunks in order. Raises ``CodecError`` for a chunk of another length than the caller
+    expects, before memory is taken for it."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._position = 0
+
+    def chunk(self, num_bytes: int) -> Bytes:
+        """The next chunk, which must hold ``num_bytes``; read-only if it was not compressed."""
+        (length,) = _CHUNK.unpack(self.take(_CHUNK.size))
+        if not length & _IS_COMPRESSED:
+            if length != num_bytes:
+                raise CodecError(f"a chunk has {length} bytes, expected {num_bytes}")
+            return np.frombuffer(self.take(length), np.uint8)
+        stored = self.take(length & ~_IS_COMPRESSED)
+        try:
+            content_bytes = zstandard.frame_content_size(stored)
+            if content_bytes != num_bytes:
+                raise CodecError(f"a chunk expands to {content_bytes} bytes, not {num_bytes}")
+            plain = _contexts.decompressor.decompress(stored, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise CodecError(f"a chunk does not decompress: {error}") from error
+        if len(plain) != num_bytes:
+            raise CodecError(f"a chunk expanded to {len(plain)} bytes, not {num_bytes}")
+        return np.frombuffer(plain, np.uint8)
+
+    def take(self, num_bytes: int) -> memoryview:
+        """The next bytes, which are not a chunk."""
+        end = self._position + num_bytes
+        if end > self._data.nbytes:
+            raise CodecError(f"what was encoded ends at {self._data.nbytes}, before {end}")
+        taken = self._data[self._position : end]
+        self._position = end
+        return taken
+
+    def finish(self) -> None:
+        if self._position != self._data.nbytes:
+            raise CodecError(f"{self._data.nbytes - self._position} bytes follow what was encoded")

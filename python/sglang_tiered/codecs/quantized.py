@@ -12,21 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sglang_tiered.codecs.chunks import ChunkReader, pack_chunk
-from sglang_tiered.codecs.dtypes import (
-    FLOAT_DTYPES,
-    bfloat16_to_bytes,
-    float32_to_bytes,
-    to_float32,
-    to_odd_bfloat16,
-    widened,
-)
+from sglang_tiered.codecs.base import FLOAT_DTYPES, float32_to_bytes, to_float32, widened
 from sglang_tiered.codecs.encoded import (
     HEADER_BYTES,
     METHOD_FP8,
     METHOD_INT8,
+    ChunkReader,
     Header,
     joined,
+    pack_chunk,
     pack_header,
     spread,
     unpack_header,
@@ -50,8 +44,8 @@ _BLOCK_ELEMENTS = 1 << 17
 """Elements per block, about: arrays that fit a core's cache, and few calls."""
 
 
-class UnfitPageError(Exception):
-    """A page holds values that this codec cannot express; it is stored exactly."""
+_LARGEST = {"bfloat16": 2.0**120, "float32": 2.0**120, "float16": 61440.0}
+"""Above it, what is rounded up or outwards might be infinite."""
 
 
 class Block:
@@ -122,20 +116,20 @@ class QuantizingCodec(ABC):
             return self._lossless.encode_bytes(plain)
         scales = np.empty(self._num_scales * self.scale_bytes, np.uint8)
         codes = np.empty(self._num_elements, np.uint8)
-        item_bytes = self._layout.item_bytes
+        dtype, item_bytes = self._layout.dtype, self._layout.item_bytes
         position = 0
-        try:
-            for block in self._blocks:
-                end = position + block.num_scales * self.scale_bytes
-                begin = block.start * item_bytes
-                scales[position:end] = self._encode_block(
-                    block,
-                    plain[begin : begin + block.num_elements * item_bytes],
-                    block.elements(codes),
-                )
-                position = end
-        except UnfitPageError:
-            return self._lossless.encode_bytes(plain)
+        for block in self._blocks:
+            part = plain[block.start * item_bytes :][: block.num_elements * item_bytes]
+            values = to_float32(part, dtype).reshape(block.shape)
+            least, largest = block.reduce(np.minimum, values), block.reduce(np.maximum, values)
+            # A NaN makes the comparison false.
+            if not (least.min() >= -_LARGEST[dtype] and largest.max() <= _LARGEST[dtype]):
+                return self._lossless.encode_bytes(plain)
+            end = position + block.num_scales * self.scale_bytes
+            scales[position:end] = self._encode_block(
+                block, values, least, largest, block.elements(codes)
+            )
+            position = end
         return (memoryview(self._header), *pack_chunk(scales), *pack_chunk(codes))
 
     def decode(self, data: memoryview, page: Segments) -> None:
@@ -158,16 +152,20 @@ class QuantizingCodec(ABC):
         position = 0
         for block in self._blocks:
             end = position + block.num_scales * self.scale_bytes
-            yield self._decode_block(block, scales[position:end], block.elements(codes))
+            values = self._decode_block(block, scales[position:end], block.elements(codes))
+            yield float32_to_bytes(values, self._layout.dtype)
             position = end
 
     @abstractmethod
-    def _encode_block(self, block: Block, plain: Bytes, codes: Bytes) -> Bytes:
-        """Write the codes (of the block's shape), return the scales. Raises ``UnfitPageError``."""
+    def _encode_block(
+        self, block: Block, values: Floats, least: Floats, largest: Floats, codes: Bytes
+    ) -> Bytes:
+        """Write the codes of ``values`` (of the block's shape), return the scales. ``least`` and
+        ``largest`` are of each group."""
 
     @abstractmethod
-    def _decode_block(self, block: Block, scales: Bytes, codes: Bytes) -> Bytes:
-        """The block's elements as flat bytes. Raises ``CodecError``."""
+    def _decode_block(self, block: Block, scales: Bytes, codes: Bytes) -> Floats:
+        """The block's elements. Raises ``CodecError``."""
 
 
 def _blocks(layout: PageLayout, channel_group: int) -> Iterator[Block]:
@@ -190,39 +188,22 @@ def _blocks(layout: PageLayout, channel_group: int) -> Iterator[Block]:
 
 CHANNEL_GROUP = 16
 
-# Bits of bfloat16, without the sign: exponent (bias 127) << 7 | mantissa.
-_LARGEST = 0x43E0  # 448, the largest e4m3
-_FP8_TOO_LARGE = {
-    "bfloat16": 0x7B80,  # 2**120: scaled back, the code rounded up must stay finite
-    "float32": 0x7B80,
-    "float16": 0x4771,  # above 61440: rounded up it would be 65536, infinity in float16
-}
-_EXPONENT_OFFSET = 120  # of e4m3's bias, 7, below bfloat16's
 _MIN_SCALE, _MAX_SCALE, _SCALE_BIAS = -110, 112, 128
-
-# Codes of what is below 2**-6, e4m3's smallest normal number: by bits less the offset, from -512.
-_SUBNORMAL_START = -512
-_NAN = 0x7F
-
-
-def _subnormal_codes() -> NDArray[np.int16]:
-    bits = np.arange(_SUBNORMAL_START, 128)
-    multiples = (128 + (bits & 127)) * 2.0 ** ((bits >> 7) - 5)  # of 2**-9
-    codes: NDArray[np.int16] = np.rint(multiples).astype(np.int16)
-    return codes
+_SMALLEST_NORMAL = 2.0**-6
+_EXPONENT_OFFSET = np.uint32(120 << 3)  # of e4m3's bias, 7, below float32's
+_DROPPED_BITS = np.uint32(20)  # of float32's mantissa
 
 
-def _subnormal_bits() -> NDArray[np.int16]:
-    codes = np.arange(1, 8)
-    exponents = np.floor(np.log2(codes)).astype(np.int64)
-    mantissas = (codes / 2.0**exponents - 1) * 128
-    bits = np.zeros(8, np.int16)
-    bits[1:] = ((exponents - 2) << 7) + mantissas
-    return bits
+def _e4m3_numbers() -> Floats:
+    """The number of each code, exactly. Code 0x7f, and that with a sign, stand for none."""
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    magnitude = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa / 512)
+    return np.where(codes < 128, magnitude, -magnitude).astype(np.float32)
 
 
-_SUBNORMAL_CODES = _subnormal_codes()
-_SUBNORMAL_BITS = _subnormal_bits()  # of the values of codes 0 to 7, likewise less the offset
+_E4M3 = _e4m3_numbers()
+_E4M3_IS_NAN = (np.arange(256) & 0x7F) == 0x7F
 
 
 class Fp8Codec(QuantizingCodec):
@@ -241,67 +222,50 @@ class Fp8Codec(QuantizingCodec):
 
     def __init__(self, layout: PageLayout) -> None:
         super().__init__(layout, CHANNEL_GROUP)
-        self._too_large = _FP8_TOO_LARGE[layout.dtype]
 
-    def _encode_block(self, block: Block, plain: Bytes, codes: Bytes) -> Bytes:
-        bits = to_odd_bfloat16(plain, self._layout.dtype).reshape(block.shape)
-        magnitude = (bits & np.uint16(0x7FFF)).view(np.int16)
-        largest = block.reduce(np.maximum, magnitude)
-        if int(largest.max()) >= self._too_large:
-            raise UnfitPageError
-        # The least power of two by which the largest is at most 448: rounded up.
-        scale = -((_LARGEST - largest.astype(np.int32)) >> 7)
+    def _encode_block(
+        self, block: Block, values: Floats, least: Floats, largest: Floats, codes: Bytes
+    ) -> Bytes:
+        # The least power of two by which the largest is at most 448, e4m3's: 0.875 * 2**9.
+        mantissa, exponent = np.frexp(np.maximum(-least, largest))
+        scale = np.where(mantissa > 0, exponent - 9 + (mantissa > 0.875), _MIN_SCALE)
         scale = np.maximum(scale, _MIN_SCALE)
-        offset = ((scale + _EXPONENT_OFFSET) << 7).astype(np.int16)
-        magnitude -= block.spread(offset)
-        # To three bits of mantissa, to nearest, ties to even.
-        rounded = magnitude >> np.int16(4)
-        rounded &= np.int16(1)
-        rounded += magnitude
-        rounded += np.int16(7)
-        rounded >>= np.int16(4)
-        _set_subnormals(magnitude, rounded)
-        rounded |= (bits >> np.uint16(8)).view(np.int16) & np.int16(0x80)
-        codes[...] = rounded.astype(np.uint8)
+        codes[...] = _to_e4m3(values * block.spread(np.ldexp(np.float32(1), -scale)))
         scales: Bytes = (scale + _SCALE_BIAS).astype(np.uint8)
         return scales.reshape(-1)
 
-    def _decode_block(self, block: Block, scales: Bytes, codes: Bytes) -> Bytes:
-        scale = scales.astype(np.int16).reshape(block.scale_shape) - np.int16(_SCALE_BIAS)
+    def _decode_block(self, block: Block, scales: Bytes, codes: Bytes) -> Floats:
+        scale = scales.astype(np.int32).reshape(block.scale_shape) - _SCALE_BIAS
         if int(scale.min()) < _MIN_SCALE or int(scale.max()) > _MAX_SCALE:
             raise CodecError("a scale is one that is never written")
-        wide = codes.astype(np.int16)
-        magnitude = wide & np.int16(0x7F)
-        if int(magnitude.max()) == _NAN:
+        if _E4M3_IS_NAN[codes].any():
             raise CodecError("a code is not a number")
-        offset = block.spread((scale + np.int16(_EXPONENT_OFFSET)) << np.int16(7))
-        bits = magnitude << np.int16(4)
-        bits += offset
-        small = np.flatnonzero(magnitude < 8)
-        if small.size:
-            code = magnitude.reshape(-1)[small]
-            shifts = np.broadcast_to(offset, block.shape).reshape(-1)[small]
-            bits.reshape(-1)[small] = np.where(code > 0, _SUBNORMAL_BITS[code] + shifts, 0)
-        wide &= np.int16(0x80)
-        wide <<= np.int16(8)
-        bits |= wide
-        return bfloat16_to_bytes(bits.view(np.uint16), self._layout.dtype)
+        values: Floats = _E4M3[codes]
+        values *= block.spread(np.ldexp(np.float32(1), scale))
+        return values
 
 
-def _set_subnormals(magnitude: NDArray[np.int16], rounded: NDArray[np.int16]) -> None:
-    """Set the codes below the smallest normal number: in usual pages, one element in thousands."""
-    small = np.flatnonzero(magnitude < 128)
-    if small.size:
-        places = magnitude.reshape(-1)[small].astype(np.intp) - _SUBNORMAL_START
-        rounded.reshape(-1)[small] = _SUBNORMAL_CODES[np.maximum(places, 0)]
+def _to_e4m3(values: Floats) -> NDArray[np.uint32]:
+    """Codes of numbers of at most 448, rounded to nearest, ties to even."""
+    bits = values.view(np.uint32)
+    codes = bits & np.uint32(0x7FFFFFFF)
+    small = np.flatnonzero(codes < np.float32(_SMALLEST_NORMAL).view(np.uint32))
+    is_odd = codes >> _DROPPED_BITS
+    is_odd &= np.uint32(1)
+    codes += is_odd
+    codes += np.uint32((1 << 19) - 1)
+    codes >>= _DROPPED_BITS
+    codes -= _EXPONENT_OFFSET
+    if small.size:  # in usual pages, one element in thousands; its code counts multiples of 2**-9
+        codes.reshape(-1)[small] = np.rint(np.abs(values.reshape(-1)[small]) * np.float32(512))
+    codes |= (bits >> np.uint32(24)) & np.uint32(0x80)
+    return codes
 
 
 GROUP_ELEMENTS = 64
 """Elements per scale of 4 bytes, at least: in pages with fewer tokens, channels share a scale."""
 
 _NUM_STEPS = 255
-# Above it, the end of a range, rounded outwards, might be infinite.
-_INT8_TOO_LARGE = {"bfloat16": 2.0**120, "float32": 2.0**120, "float16": 61440.0}
 
 
 class Int8Codec(QuantizingCodec):
@@ -328,16 +292,11 @@ class Int8Codec(QuantizingCodec):
             default=1,
         )
         super().__init__(layout, max(1, GROUP_ELEMENTS // tokens))
-        self._too_large = _INT8_TOO_LARGE[layout.dtype]
 
-    def _encode_block(self, block: Block, plain: Bytes, codes: Bytes) -> Bytes:
-        values = to_float32(plain, self._layout.dtype).reshape(block.shape)
-        least = block.reduce(np.minimum, values)
-        largest = block.reduce(np.maximum, values)
-        # A NaN makes the comparison false.
-        if not (least.min() >= -self._too_large and largest.max() <= self._too_large):
-            raise UnfitPageError
-        low = _to_bfloat16(np.asarray(least, np.float32), up=False)
+    def _encode_block(
+        self, block: Block, values: Floats, least: Floats, largest: Floats, codes: Bytes
+    ) -> Bytes:
+        low = _to_bfloat16(least, up=False)
         step = _to_bfloat16((largest - widened(low)) / np.float32(_NUM_STEPS), up=True)
         wide_step = widened(step)
         inverse = np.zeros_like(wide_step)
@@ -350,17 +309,17 @@ class Int8Codec(QuantizingCodec):
         codes[...] = scaled.astype(np.uint8)
         return np.stack([low, step], axis=-1).reshape(-1).view(np.uint8)
 
-    def _decode_block(self, block: Block, scales: Bytes, codes: Bytes) -> Bytes:
+    def _decode_block(self, block: Block, scales: Bytes, codes: Bytes) -> Floats:
         pairs = np.ascontiguousarray(scales).view(np.uint16).reshape(*block.scale_shape, 2)
         low, step = widened(pairs[..., 0]), widened(pairs[..., 1])
-        bound = np.float32(self._too_large * 1.02)
+        bound = np.float32(_LARGEST[self._layout.dtype] * 1.02)
         # Also false of a NaN.
         if not (np.abs(low).max() <= bound and step.min() >= 0 and step.max() <= bound / 100):
             raise CodecError("a scale is one that is never written")
         values = codes.astype(np.float32)
         values *= block.spread(step)
         values += block.spread(low)
-        return float32_to_bytes(values, self._layout.dtype)
+        return values
 
 
 def _to_bfloat16(values: Floats, *, up: bool) -> NDArray[np.uint16]:

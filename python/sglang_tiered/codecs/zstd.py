@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_tiered.codecs.chunks import ChunkReader, pack_chunk
 from sglang_tiered.codecs.encoded import (
     HEADER_BYTES,
     METHOD_PLANES,
     METHOD_RAW,
+    ChunkReader,
     Header,
     joined,
+    pack_chunk,
     pack_header,
     spread,
     unpack_header,

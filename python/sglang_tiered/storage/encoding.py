@@ -16,8 +16,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sglang_tiered.codecs import NO_CODEC, make_codec
-from sglang_tiered.codecs.chunks import MIN_SAVED_SHARE
-from sglang_tiered.codecs.encoded import METHOD_FP8, METHOD_INT8, unpack_header
+from sglang_tiered.codecs.encoded import (
+    METHOD_FP8,
+    METHOD_INT8,
+    MIN_SAVED_SHARE,
+    unpack_header,
+)
 from sglang_tiered.codecs.zstd import ZstdCodec, plain_page
 from sglang_tiered.errors import CodecError
 from sglang_tiered.storage.base import Reason, Tier

@@ -2,25 +2,39 @@
 
 Buffers pair by layer; where the ranks split heads differently (prefill TP is not decode TP), each
 pair carries the byte range of the heads that both hold. Both sides compute the pairs from the two
-layouts exchanged in Hello and Welcome, so no header needs to say where bytes belong.
+layouts exchanged in Hello and Welcome, so no header needs to say where bytes belong. Nor need an
+encoded slab say how to read it: its codec follows from them too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from sglang_tiered.codecs import NO_CODEC, PageLayout, SegmentLayout, make_codec
+from sglang_tiered.codecs.base import ITEM_BYTES
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer.memory import SlabPiece, TokenSlice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sglang_tiered.codecs import PageCodec
     from sglang_tiered.transfer.memory import Buffer
     from sglang_tiered.transfer.messages import KVLayout
 
-__all__ = ["Pair", "heads_of_rank", "pair_buffers", "whole_pairs"]
+__all__ = ["Pair", "heads_of_rank", "pair_buffers", "slab_codec", "whole_pairs"]
+
+
+_SAME = {
+    "page_size": "--page-size",
+    "dtype": "--kv-cache-dtype",
+    "codec": "--transfer-codec",
+    "element": "--dtype",
+}
+"""Of two layouts, with the flag that sets each. Elements matter to a codec only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +75,12 @@ def pair_buffers(source: KVLayout, destination: KVLayout) -> list[Pair]:
     for who, layout in (("prefill", source), ("decode", destination)):
         if layout.tp_rank >= layout.tp_size or len(layout.layer_ids) != len(layout.page_bytes):
             raise TransferError(f"{who} describes its KV inconsistently.")
-    if source.page_size != destination.page_size:
-        raise TransferError(
-            f"prefill has --page-size {source.page_size} and decode --page-size "
-            f"{destination.page_size}; start both with the same."
-        )
-    if source.dtype != destination.dtype:
-        raise TransferError(
-            f"prefill has --kv-cache-dtype {source.dtype} and decode {destination.dtype}; start "
-            "both with the same."
-        )
-    if source.codec != destination.codec:
-        raise TransferError(
-            f"prefill has --transfer-codec {source.codec} and decode {destination.codec}; start "
-            "both with the same."
-        )
-    if source.codec != "none" and source.element != destination.element:
-        raise TransferError(
-            f"prefill keeps KV as {source.element} and decode as {destination.element}; start both "
-            "with the same --dtype and --kv-cache-dtype."
-        )
+    for name, flag in _SAME.items():
+        ours, theirs = getattr(source, name), getattr(destination, name)
+        if ours != theirs and (name != "element" or source.codec != NO_CODEC):
+            raise TransferError(
+                f"prefill has {flag} {ours} and decode {theirs}; start both with the same."
+            )
     if [state.kind for state in source.states] != [state.kind for state in destination.states]:
         raise TransferError(
             f"prefill keeps the states {_kinds(source)} and decode {_kinds(destination)}; serve "
@@ -113,6 +113,24 @@ def pair_buffers(source: KVLayout, destination: KVLayout) -> list[Pair]:
 def whole_pairs(buffers: Sequence[Buffer]) -> list[Pair]:
     """Each buffer with itself, whole rows: how state components travel."""
     return [Pair(index, index, buffer.page_bytes) for index, buffer in enumerate(buffers)]
+
+
+def slab_codec(layout: KVLayout, pairs: Sequence[Pair], num_pages: int) -> PageCodec | None:
+    """The codec of slabs of ``pairs``, each of consecutive tokens; None where slabs go as they are.
+    A slab that does not divide into whole elements has another length, and is stored exactly."""
+    if layout.codec == NO_CODEC:
+        return None
+    dtype = layout.element or "uint8"
+    channel_bytes = layout.page_size * ITEM_BYTES[dtype]
+    widths = tuple(max(1, pair.page_bytes // channel_bytes) for pair in pairs)
+    return _codec(layout.codec, dtype, num_pages * layout.page_size, widths)
+
+
+@lru_cache(maxsize=64)  # a room has slabs of a few shapes
+def _codec(name: str, dtype: str, num_tokens: int, widths: tuple[int, ...]) -> PageCodec:
+    axes = ("token", "channel")
+    segments = tuple(SegmentLayout(axes, (num_tokens, width)) for width in widths)
+    return make_codec(name, PageLayout(dtype=dtype, segments=segments))
 
 
 def _tp(layout: KVLayout) -> tuple[int, int]:

@@ -65,16 +65,14 @@ class SlabPiece:
     part: TokenSlice | None = None
 
 
-class HasBuffers(Protocol):
-    @property
-    def buffers(self) -> Sequence[Buffer]: ...
-
-
-class PagedMemory(HasBuffers, Protocol):
+class PagedMemory(Protocol):
     """The pages of one pool. Called on the endpoint's thread only.
 
     Page numbers must have passed ``check_pages``.
     """
+
+    @property
+    def buffers(self) -> Sequence[Buffer]: ...
 
     @property
     def is_host(self) -> bool:
@@ -177,12 +175,12 @@ class HostMemory:
         """Does nothing: host writes are visible at once."""
 
 
-def check_pages(memory: HasBuffers, pages: Pages, who: str) -> None:
+def check_pages(buffers: Sequence[Buffer], pages: Pages, who: str) -> None:
     """Raises ``TransferError`` unless every buffer has all of ``pages``. ``who`` named them."""
     if not len(pages):
         return
     low, high = int(pages.min()), int(pages.max())
-    for index, buffer in enumerate(memory.buffers):
+    for index, buffer in enumerate(buffers):
         num_pages = buffer.num_bytes // buffer.page_bytes
         if low < 0 or high >= num_pages:
             page = low if low < 0 else high

@@ -9,6 +9,7 @@ can be told so.
 from __future__ import annotations
 
 import hashlib
+import struct
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -19,17 +20,21 @@ from sglang_tiered.wire.sockets import Message
 
 __all__ = [
     "CHANGED",
+    "ENCODED",
     "KV_COMPONENT",
     "MAGIC",
     "MAX_CONNECTIONS",
     "MAX_CONTROL_BYTES",
     "MAX_FRAME_BYTES",
     "MODEL_BYTES",
+    "NAMED",
     "NOTHING_MORE",
+    "PLAIN",
     "TOKENS_BYTES",
     "VERSION",
     "TOKEN_BYTES",
     "VERSION_FRAME",
+    "WHERE",
     "Abort",
     "Ack",
     "AnyFromDecode",
@@ -47,7 +52,6 @@ __all__ = [
     "Open",
     "Ping",
     "Pong",
-    "Pull",
     "Refuse",
     "Slab",
     "StateLayout",
@@ -60,7 +64,7 @@ __all__ = [
 ]
 
 MAGIC = b"sgt-kv/"
-VERSION = 5
+VERSION = 6
 VERSION_FRAME = MAGIC + str(VERSION).encode()
 
 MAX_FRAME_BYTES = 256 << 20
@@ -80,6 +84,12 @@ MAX_CONNECTIONS = 64
 KV_COMPONENT = -1
 """``component`` of the KV pages themselves; 0 and up are state components (SWA, Mamba, ...)."""
 
+PLAIN, ENCODED, NAMED = range(3)
+"""``Slab.form``: the payload is the pages' bytes; an encoded page (``codecs``); or ``WHERE``, and
+the numbers of pages that the receiver reads in the sender's memory, int32 in little endian."""
+
+WHERE = struct.Struct("<QQ")
+"""The address of a fence and its value. What was read is valid if it is still there afterwards."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -91,6 +101,8 @@ Word = Annotated[str, msgspec.Meta(max_length=64)]
 Short = Annotated[bytes, msgspec.Meta(max_length=64)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Model = Annotated[bytes, msgspec.Meta(min_length=MODEL_BYTES, max_length=MODEL_BYTES)]
+# Bounds what decode keeps of a room: a number for each of its messages.
+Seq = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 Place = Annotated[str, msgspec.Meta(max_length=300)]
 
 
@@ -133,7 +145,6 @@ class Hello(Message, frozen=True, tag="hello"):
     server: Place
     layout: KVLayout
     window_bytes: Positive
-    is_same_host: bool  # prefill's address is one of decode's machine
 
 
 class Claim(Message, frozen=True, tag="claim"):
@@ -236,7 +247,7 @@ class Nack(Message, frozen=True, tag="nack"):
 
     room: int
     generation: int
-    seq: Count
+    seq: Seq
 
 
 # Data channel, prefill to decode. An authenticator frame follows; then, for slabs, the payload.
@@ -245,40 +256,22 @@ class Nack(Message, frozen=True, tag="nack"):
 class Slab(Message, frozen=True, tag="slab"):
     """Pages [start, start + num_pages) of a room, of ``num_pairs`` consecutive buffer pairs.
 
-    The payload is [pair, page, bytes] in C order, encoded by ``codec`` (see ``wire_codec``; 0: not
-    encoded); ``xxh3`` is the 64-bit XXH3 of the payload as sent.
+    The pages' bytes are [pair, page, bytes] in C order, and the payload stands for them as ``form``
+    says; ``xxh3`` is the 64-bit XXH3 of the payload. The authenticator of ``NAMED`` covers header
+    and payload under ``Offer.key``, with --transfer-keys and without. After a Nack its pages come
+    as bytes.
     """
 
     room: int
     generation: int
-    seq: Count
+    seq: Seq
     component: int
     first_pair: Count
     num_pairs: Count
     start: Count
     num_pages: Count
-    codec: int
-    num_bytes: Count  # before the codec
+    form: Annotated[int, msgspec.Meta(ge=PLAIN, le=NAMED)]
     xxh3: int
-
-
-class Pull(Message, frozen=True, tag="pull"):
-    """Like ``Slab``, but the receiver reads the pages out of the sender's memory.
-
-    The payload holds the page numbers in the sender's pool, int32 in little endian. The
-    authenticator covers header and payload under ``Offer.key``, with --transfer-keys and without.
-    The pages that were read are valid if ``fence`` is still at ``fence_address`` afterwards. After
-    a Nack the same pages come as a ``Slab``."""
-
-    room: int
-    generation: int
-    seq: Count
-    first_pair: Count
-    num_pairs: Count
-    start: Count
-    num_pages: Count
-    fence_address: Count
-    fence: Count
 
 
 class Last(Message, frozen=True, tag="last"):
@@ -286,7 +279,7 @@ class Last(Message, frozen=True, tag="last"):
 
     room: int
     generation: int
-    num_slabs: Count
+    num_slabs: Seq
     aux: Annotated[list[bytes], Many]
 
 
@@ -295,7 +288,7 @@ class Last(Message, frozen=True, tag="last"):
 
 class Offer(Message, frozen=True, tag="offer"):
     """Where the pages are: address, bytes and bytes per page of each buffer. ``key``, which is sent
-    nowhere else, authenticates every ``Pull``, so a relay cannot make one."""
+    nowhere else, authenticates every ``NAMED`` slab, so a relay cannot make one."""
 
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     buffers: Annotated[list[tuple[Count, Count, Positive]], Many]
@@ -304,7 +297,7 @@ class Offer(Message, frozen=True, tag="offer"):
 AnyFromDecode = Hello | Claim | Open | Abort | Ping | Bye
 AnyFromPrefill = Welcome | Refuse | Failed | Pong | Bye
 AnyDataFromDecode = Join | Ack | Nack
-AnyDataFromPrefill = Slab | Pull | Last
+AnyDataFromPrefill = Slab | Last
 
 
 def peer_failed(reason: str) -> str:

@@ -5,15 +5,16 @@ needs the right to trace the other process (same user, and where Yama restricts 
 given with ``prctl(PR_SET_PTRACER)``).
 
 The kernel says which processes are involved, not the peers. Prefill listens at a ``Door``, an
-abstract Unix socket; decode connects there with the token of their session. Each learns the other's
-process and user from the socket (``SO_PEERCRED``, unix(7)), and prefill permits that process to
-read it. Decode learns there where the pages are. It reads that process only, and only what is
-authenticated with a key received there: a third party may have named the door."""
+abstract Unix socket for datagrams; decode sends the token of their session there. Each learns the
+other's process and user from the datagram (``SCM_CREDENTIALS``, unix(7)), and prefill permits that
+process to read it. Its answer says where the pages are. Decode reads that process only, and only
+what is authenticated with a key received there: a third party may have named the door."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import re
 import secrets
@@ -31,20 +32,18 @@ from sglang_tiered.wire import sockets
 from sglang_tiered.wire.keys import KEY_BYTES, Tagger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from sglang_tiered.transfer.memory import Pages
 
-__all__ = ["MAX_PULL_BYTES", "Door", "Fence", "Guest", "PeerMemory"]
+__all__ = ["Door", "Fence", "PeerMemory"]
 
-MAX_PULL_BYTES = 8 << 20
-"""Bytes that one message lets the reader copy; between two messages it serves its sockets."""
+MAX_VISITS = 64
+"""Visits at one door that are looked at before others have their turn."""
 
-MAX_GUESTS = 256
-"""Guests at one door that have not sent their session's token yet."""
+logger = logging.getLogger(__name__)
 
 _DOOR = re.compile(r"sglang-tiered-[0-9a-f]{32}")
-_BACKLOG = 64
 _IOV_MAX = 1024
 _MAX_OFFER_BYTES = 1 << 17
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -69,60 +68,36 @@ def _may_be_read_by(pid: int) -> None:
         _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
-def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process (0 if it is in another process namespace) and user at the other end."""
-    size = _CREDENTIALS.size
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    pid, uid, _ = _CREDENTIALS.unpack(data)
+def _datagrams() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    return made
+
+
+def _credentials(ancillary: Sequence[tuple[int, int, bytes]]) -> tuple[int, int]:
+    """Process (0 if it is in another process namespace) and user that sent a datagram."""
+    pid, uid, _ = _CREDENTIALS.unpack(ancillary[0][2])
     return pid, uid
 
 
-class Guest:
-    """A process of this machine and this user that has come to the door. ``close`` it once."""
-
-    def __init__(self, connection: socket.socket, pid: int) -> None:
-        self._connection = connection
-        self._pid = pid
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def read_token(self) -> bytes | None:
-        """The session token that it sent; None while it has not, empty if it left."""
-        try:
-            return self._connection.recv(messages.TOKEN_BYTES)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
-
-    def offer_buffers(self, buffers: Sequence[Buffer]) -> Tagger | None:
-        """Let its process read this one, and say where these buffers are. Returns the tagger for
-        the pulls that it is sent; None if it has left."""
-        key = secrets.token_bytes(KEY_BYTES)
-        offered = [(buffer.address, buffer.num_bytes, buffer.page_bytes) for buffer in buffers]
-        try:
-            self._connection.send(sockets.encode(messages.Offer(key, offered)))
-        except OSError:
-            return None
-        _may_be_read_by(self._pid)
-        return Tagger(key)
-
-    def close(self) -> None:
-        self._connection.close()
+def _receive(connection: socket.socket, max_bytes: int) -> tuple[bytes, int, int, Any]:
+    """A datagram, the process and user that sent it, and from where. Raises ``OSError``."""
+    # Without room for more: a file that came along would be opened here.
+    room = socket.CMSG_LEN(_CREDENTIALS.size)
+    data, ancillary, _, address = connection.recvmsg(max_bytes, room)
+    return data, *_credentials(ancillary), address
 
 
 class Door:
-    """Where decode ranks of this machine connect. Used by one thread. Raises ``OSError`` on systems
+    """Where decode ranks of this machine come. Used by one thread. Raises ``OSError`` on systems
     without abstract Unix sockets."""
 
     def __init__(self) -> None:
         self.name = f"sglang-tiered-{secrets.token_hex(16)}"  # as in ``_DOOR``
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
+        self._socket = _datagrams()
         try:
             self._socket.bind(f"\0{self.name}")
-            self._socket.listen(_BACKLOG)
         except OSError:
             self._socket.close()
             raise
@@ -130,24 +105,30 @@ class Door:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def accept(self) -> Guest | None:
-        """The next guest, or None. Processes of other users are turned away. Raises ``OSError``
-        without file descriptors or memory for a connection."""
-        for _ in range(_BACKLOG):  # others have their turn too, however many come
-            try:
-                connection, _ = self._socket.accept()
-            except (BlockingIOError, ConnectionError):
-                break
-            connection.setblocking(False)
-            pid, uid = _credentials(connection)
-            if pid and uid == os.geteuid():
-                return Guest(connection, pid)
-            connection.close()
-        return None
+    def visits(self) -> Iterator[tuple[bytes, int, Any]]:
+        """What was sent here, the process that sent it, and where it has its answer. Processes of
+        other users are turned away."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(MAX_VISITS):
+                token, pid, uid, address = _receive(self._socket, messages.TOKEN_BYTES)
+                if pid and uid == os.geteuid() and address:
+                    yield token, pid, address
+
+    def admit(self, pid: int, address: Any, buffers: Sequence[Buffer]) -> Tagger | None:
+        """Let a process read this one, and say where these buffers are. Returns the tagger of what
+        it is asked to read; None if it has left."""
+        key = secrets.token_bytes(KEY_BYTES)
+        offered = [(buffer.address, buffer.num_bytes, buffer.page_bytes) for buffer in buffers]
+        try:
+            self._socket.sendto(sockets.encode(messages.Offer(key, offered)), address)
+        except OSError:
+            return None
+        _may_be_read_by(pid)
+        return Tagger(key)
 
     def revoke_permission(self) -> None:
-        """Take the permission back after the last admitted guest has gone. Not otherwise: a process
-        has one permission, which may be a debugger's."""
+        """Take the permission back after the last reader has gone. Not otherwise: a process has one
+        permission, which may be a debugger's."""
         _may_be_read_by(0)
 
     def close(self) -> None:
@@ -189,20 +170,14 @@ class PeerMemory:
         if not _DOOR.fullmatch(name):  # else a stranger could name any program's socket
             raise OSError("not the name of a door")
         self.buffers: Sequence[Buffer] = ()  # the other process's, once known
-        self.is_unusable = False  # that process's offer does not fit
+        self.problem: str | None = None  # why its offer cannot be used
         self._num_buffers = num_buffers
         self._tagger: Tagger | None = None
-        self._process: int | None = None
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid, self._process = 0, -1
+        self._connection = _datagrams()
         try:
-            self._connection.setblocking(False)
-            self._connection.connect(f"\0{name}")
-            self._pid, uid = _credentials(self._connection)
-            if not self._pid:
-                raise OSError("another process namespace")
-            if uid != os.geteuid():
-                raise OSError("another user's process")
-            self._process = os.pidfd_open(self._pid)
+            self._connection.bind("")  # a name from the system, for the answer
+            self._connection.connect(f"\0{name}")  # nobody else is heard
             self._connection.send(token)
         except OSError:
             self.close()
@@ -210,42 +185,43 @@ class PeerMemory:
 
     def close(self) -> None:
         self._connection.close()
-        if self._process is not None:
+        if self._process >= 0:
             os.close(self._process)
-            self._process = None
+            self._process = -1
 
     def check(self) -> str | None:
         """Why the process cannot be read, if it has ended: another may have its number by now. None
         while it lives."""
-        if self._process is None:
+        if self._process < 0:
             return "it was closed"
         alive = select.poll()
         alive.register(self._process, select.POLLIN)
         return "the process has ended" if alive.poll(0) else None
 
     def is_right(self, tag: bytes, *parts: bytes) -> bool:
-        """Whether the process behind the door made this authenticator of a ``Pull``. False until it
-        has admitted this one."""
-        if self._tagger is None and not self.is_unusable:
+        """Whether the process behind the door made this authenticator of a ``NAMED`` slab. False
+        until it has admitted this one."""
+        if self._tagger is None and self.problem is None:
             # The offer was sent before the first message that needs it.
             try:
-                answer = self._connection.recv(_MAX_OFFER_BYTES)
-            except OSError:
-                return False
-            if answer and not self._accept_offer(answer):
-                self.is_unusable = True
+                self._take_offer(*_receive(self._connection, _MAX_OFFER_BYTES))
+            except BlockingIOError:
+                pass  # not here yet
+            except (TransferError, OSError) as error:  # also a sandbox's, or no files left
+                self.problem = str(error)
+                logger.info("KV transfer: pages are sent over TCP (%s)", error)
         return self._tagger is not None and self._tagger.is_right(tag, *parts)
 
-    def _accept_offer(self, answer: bytes) -> bool:
-        try:
-            offer = sockets.decode(answer, messages.offer)
-        except TransferError:
-            return False
+    def _take_offer(self, answer: bytes, pid: int, uid: int, _: Any) -> None:
+        """Raises ``TransferError`` or ``OSError`` for one that cannot be used."""
+        if not pid or uid != os.geteuid():
+            raise TransferError("prefill is another user's, or in another process namespace.")
+        offer = sockets.decode(answer, messages.offer)
         if len(offer.buffers) != self._num_buffers:
-            return False
+            raise TransferError("prefill offers other buffers than it said.")
+        self._pid, self._process = pid, os.pidfd_open(pid)
         self.buffers = [Buffer(*buffer) for buffer in offer.buffers]
         self._tagger = Tagger(offer.key)
-        return True
 
     def pull(
         self,
@@ -259,9 +235,9 @@ class PeerMemory:
         None when all bytes are there, the peer was still the same process after the copy, and
         ``fence`` (address, value) was still open. Raises ``TransferError`` for pages that
         the peer's buffers do not have."""
-        if self.is_unusable:
-            return "its offer cannot be used"
-        check_pages(self, source_pages, "prefill")
+        if self.problem is not None:
+            return self.problem
+        check_pages(self.buffers, source_pages, "prefill")
         for index, buffer in pairs:
             if self.buffers[index].page_bytes != buffer.page_bytes:
                 raise TransferError(f"prefill has other pages in buffer {index} than it said.")

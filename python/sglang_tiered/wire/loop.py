@@ -88,15 +88,11 @@ class EndpointLoop:
         self._handlers[_key(source)] = handler
         self._poller.register(_key(source), zmq.POLLIN)
 
-    def drop_socket(self, source: Source) -> None:
-        """Stop serving a source, and leave it open. Loop thread only."""
-        if self._handlers.pop(_key(source), None) is not None:
-            self._poller.unregister(_key(source))
-
     def remove_socket(self, socket: zmq.Socket[bytes], linger_ms: int = 0) -> None:
         """Stop serving a socket and close it; its last messages have ``linger_ms`` to go out, in
         the background. Loop thread only."""
-        self.drop_socket(socket)
+        if self._handlers.pop(socket, None) is not None:
+            self._poller.unregister(socket)
         socket.close(linger=linger_ms)
 
     def _run(self) -> None:

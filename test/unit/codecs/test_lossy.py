@@ -13,7 +13,7 @@ from sglang_tiered.codecs import (
     SegmentLayout,
     make_codec,
 )
-from sglang_tiered.codecs.dtypes import float32_to_bytes
+from sglang_tiered.codecs.base import float32_to_bytes
 from sglang_tiered.codecs.encoded import HEADER_BYTES, METHOD_FP8, METHOD_INT8, unpack_header
 from sglang_tiered.errors import ConfigError
 

@@ -13,7 +13,6 @@ import zstandard
 
 from sglang_tiered.codecs import CODEC_NAMES, CodecError, PageCodec, PageLayout, make_codec
 from sglang_tiered.codecs.encoded import HEADER_BYTES
-from sglang_tiered.storage.base import Page
 
 LAYOUT = PageLayout.kv(dtype="bfloat16", num_layers=2, page_size=16, num_heads=2, head_dim=24)
 CODECS = CODEC_NAMES[1:]
@@ -39,14 +38,6 @@ def decoded(codec: PageCodec, data: bytes, sizes: tuple[int, ...]) -> bytes:
     return b"".join(page)
 
 
-def cut(data: bytes, sizes: tuple[int, ...]) -> Page:
-    segments, position = [], 0
-    for size in sizes:
-        segments.append(memoryview(data[position : position + size]))
-        position += size
-    return tuple(segments)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8"])
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 4, 5, 7, 64, 1001, 65536, 200_003])
 def test_lossless_page_differs_by_a_byte(dtype: str, num_bytes: int) -> None:
@@ -65,20 +56,6 @@ def test_keys_and_values_do_not_shrink() -> None:
     assert len(encoded) < 0.9 * len(page)
     zeros = encode(make_codec("zstd", LAYOUT), bytes(1 << 20))
     assert len(zeros) < 1000
-
-
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(
-    "sizes",
-    [(LAYOUT.page_bytes,), (1, LAYOUT.page_bytes - 1), (999, 0, 3, LAYOUT.page_bytes - 1002)],
-)
-def test_how_a_page_is_cut_changes_it(name: str, sizes: tuple[int, ...]) -> None:
-    codec = make_codec(name, LAYOUT)
-    data = keys_and_values(LAYOUT, 2)
-    half = LAYOUT.page_bytes // 2
-    reference = b"".join(codec.encode(cut(data, (half, half))))
-    assert b"".join(codec.encode(cut(data, sizes))) == reference
-    assert decoded(codec, reference, sizes) == decoded(codec, reference, (half, half))
 
 
 @pytest.mark.parametrize("name", CODECS)

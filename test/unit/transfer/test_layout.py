@@ -21,8 +21,9 @@ def test_the_same_layout_pairs_whole_pages() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"page_size": 64}, "--page-size 4 and decode --page-size 64"),
+        ({"page_size": 64}, "--page-size 4 and decode 64"),
         ({"dtype": "fp8_e4m3"}, "--kv-cache-dtype bfloat16 and decode fp8_e4m3"),
+        ({"codec": "zstd"}, "--transfer-codec none and decode zstd"),
         ({"states": []}, "states swa and decode none"),
         ({"states": [StateLayout("mamba", [8])]}, "states swa and decode mamba"),
         ({"states": [StateLayout("swa", [4])]}, "same --tp-size"),
@@ -43,3 +44,11 @@ def test_unpairable_layouts_are_refused_in_one_sentence(
     assert text.endswith(".")
     assert text.count(". ") == 0
     assert "\n" not in text
+
+
+def test_elements_matter_to_a_codec_only() -> None:
+    ours, theirs = (msgspec.structs.replace(ONE, element=each) for each in ("float16", "bfloat16"))
+    assert pair_buffers(ours, theirs)
+    ours, theirs = (msgspec.structs.replace(each, codec="int8") for each in (ours, theirs))
+    with pytest.raises(TransferError, match="--dtype float16 and decode bfloat16"):
+        pair_buffers(ours, theirs)

@@ -66,7 +66,7 @@ def test_every_field_of_a_message_is_bounded() -> None:
     cut = {name for name in found if name.endswith(".reason")}  # when they are used
     assert endless == cut | {"Last.aux[]"}, "whose length is compared with the pool's"
     layout = messages.KVLayout(1, "", [1] * 4096, [0] * 4096, 0, 1, 0, [], [])
-    hello = messages.Hello(b"", "", layout, 1, False)
+    hello = messages.Hello(b"", "", layout, 1)
     assert sockets.decode(sockets.encode(hello), messages.control_from_decode) == hello
     layout.page_bytes.append(1)
     with pytest.raises(TransferError, match="length <= 4096"):

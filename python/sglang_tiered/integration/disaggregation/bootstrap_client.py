@@ -34,8 +34,6 @@ __all__ = [
     "addresses_of",
     "check_num_ranks",
     "drop_connections",
-    "is_loopback",
-    "is_wildcard",
     "shown_server",
 ]
 
@@ -48,7 +46,8 @@ MAX_STEP_S = 1.0
 """So much of a step of the scheduler counts as waiting: lookups are begun between steps."""
 
 MAX_LOOKUPS = 16
-"""Lookups at a time; each takes a thread."""
+"""Lookups at a time; each takes a thread. Others wait to be asked for again, as a request does in
+each step of the scheduler: clients name the servers."""
 
 MAX_LOOKUPS_PER_MACHINE = 4
 """Lookups at one machine at a time, so that one that answers slowly does not hold up the others. A
@@ -121,7 +120,9 @@ class BootstrapClient:
             return True
         with self._lock:
             failed_at, _ = self._failures.get(server, (-LOOKUP_RETRY_S, ""))
-            if server not in self._running and time.monotonic() - failed_at >= LOOKUP_RETRY_S:
+            has_rested = time.monotonic() - failed_at >= LOOKUP_RETRY_S
+            has_thread = len(self._running) < MAX_LOOKUPS
+            if server not in self._running and has_rested and has_thread:
                 self._running.add(server)
                 self._threads.submit(self._look_up, server)
         return False
@@ -393,17 +394,7 @@ def addresses_of(host: str) -> list[str]:
     return [str(entry[4][0]) for entry in found]
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    return ipaddress.ip_address(host).is_loopback
-
-
 def shown_server(host: str, own_address: str, port: int) -> str:
     """Where a server of ``--host`` answers, for who reads it on another machine."""
-    host = own_address if is_wildcard(address_of(host)) else host
+    host = own_address if ipaddress.ip_address(address_of(host)).is_unspecified else host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_wildcard(host: str) -> bool:
-    """Whether an address stands for all of this machine's."""
-    return ipaddress.ip_address(host).is_unspecified

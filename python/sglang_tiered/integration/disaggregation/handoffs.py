@@ -64,20 +64,6 @@ def digests_directory(config: TieredConfig | None) -> Path:
     return cache_directory() / "sglang-tiered"
 
 
-def handed_model_of(
-    config: TieredConfig | None,
-    kv_format: str,
-    tell: Callable[[bytes | None, str], None],
-    *,
-    with_draft: bool,
-) -> HandedModel:
-    """Find out whose KV this rank has, as ``namespace.handoff_identity`` says."""
-    transfer = None if config is None else config.transfer
-    name = None if transfer is None else transfer.model_name
-    identify = partial(namespace.handoff_identity, name, kv_format, with_draft=with_draft)
-    return HandedModel(identify, digests_directory(config), is_declared=name is not None, tell=tell)
-
-
 class HandedModel:
     """``tell`` takes the digest (None while it is not known) and a note for who is refused.
 
@@ -154,16 +140,12 @@ class HandedModel:
             self._version = version
             return identity
         before = self._complete
-        if update.path is None or before is None:
+        is_mixed = self._path_of_failed not in (None, update.path)
+        if update.path is None or before is None or is_mixed:
             self._complete = None
             return None
         if not update.is_complete:  # reading the same files again replaces what it replaced
-            if self._path_of_failed not in (None, update.path):
-                self._complete = None
             self._path_of_failed = update.path
-            return None
-        if self._path_of_failed not in (None, update.path):
-            self._complete = None
             return None
         self._path_of_failed = None
         return namespace.updated_identity(before, update.path, update.load_format)
@@ -269,10 +251,15 @@ class Handoffs:
         self, kv_format: str, tell: Callable[[bytes | None, str], None], *, with_draft: bool
     ) -> HandedModel:
         """Return what is known of the weights, which ``tell`` hears of from now on."""
-        if self._handed is None:
-            self._handed = handed_model_of(self.config, kv_format, tell, with_draft=with_draft)
-        else:
+        if self._handed is not None:
             self._handed.tell_to(tell)
+            return self._handed
+        transfer = None if self.config is None else self.config.transfer
+        name = None if transfer is None else transfer.model_name
+        identify = partial(namespace.handoff_identity, name, kv_format, with_draft=with_draft)
+        self._handed = HandedModel(
+            identify, digests_directory(self.config), is_declared=name is not None, tell=tell
+        )
         return self._handed
 
     def export(self, endpoint: PrefillEndpoint | DecodeEndpoint) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.runtime_context import get_device
 
-from sglang_tiered.codecs.dtypes import FLOAT_DTYPES
+from sglang_tiered.codecs import LOSSY_CODEC_NAMES, NO_CODEC
+from sglang_tiered.codecs.base import FLOAT_DTYPES
 from sglang_tiered.errors import TransferError
 from sglang_tiered.integration.disaggregation.device_memory import DeviceMemory
 from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories, TokenSlice
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.memory import PagedMemory
 
 __all__ = [
-    "at_rank",
     "copied",
     "device_of",
     "format_of",
@@ -32,23 +31,31 @@ DRAFT_LAYERS = 1 << 20
 """Added to the layer numbers of a draft model's KV, which begin at 0 as the target's do."""
 
 
-def layout_of(args: Any, server_args: Any, is_mla: bool | None, codec: str) -> KVLayout:
-    """The layout that SGLang's ``KVArgs`` describe, without the rank (see ``at_rank``)."""
+def layout_of(manager: Any, codec: str) -> KVLayout:
+    """The layout that the ``KVArgs`` of SGLang's manager describe, at its tensor-parallel rank.
+    Raises ``TransferError`` for a codec that does not know its elements."""
+    args, server_args, is_mla = manager.kv_args, manager.server_args, manager.is_mla_backend
+    element = "" if codec == NO_CODEC else _element(args, server_args)
+    if codec in LOSSY_CODEC_NAMES and not element:
+        raise TransferError(
+            f"--transfer-codec {codec} cannot be used with a KV cache of "
+            f"{args.kv_cache_dtype_str}, which is not one of floats of 2 or 4 bytes; drop it."
+        )
     heads = 0 if is_mla else int(getattr(args, "total_kv_head_num", 0) or 0)
     return KVLayout(
         args.page_size,
         args.kv_cache_dtype_str,
         list(args.kv_item_lens),
         _layer_ids(args, is_mla=bool(is_mla)),
-        0,
-        1,
+        manager.attn_tp_rank,
+        manager.attn_tp_size,
         heads,
         [
             StateLayout(str(getattr(kind, "value", kind)), list(row_bytes))
             for kind, row_bytes in zip(args.state_types, args.state_item_lens, strict=True)
         ],
         list(args.aux_item_lens),
-        "" if codec == "none" else _element(args, server_args),
+        element,
         codec,
     )
 
@@ -66,11 +73,6 @@ def _element(args: Any, server_args: Any) -> str:
     takes, and beside a draft model, whose part of the pool may have another format."""
     name = format_of(args, server_args)
     return name if name in FLOAT_DTYPES and not args.num_draft_entries else ""
-
-
-def at_rank(layout: KVLayout, tp_rank: int, tp_size: int) -> KVLayout:
-    """The layout with a tensor-parallel rank filled in."""
-    return msgspec.structs.replace(layout, tp_rank=tp_rank, tp_size=tp_size)
 
 
 def memories_of(args: Any, device: str) -> Memories:

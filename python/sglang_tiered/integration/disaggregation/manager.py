@@ -12,8 +12,8 @@ import itertools
 import logging
 import threading
 import time
-from contextlib import suppress
 from functools import partial
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
@@ -37,8 +37,6 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
     addresses_of,
     check_num_ranks,
     drop_connections,
-    is_loopback,
-    is_wildcard,
     shown_server,
 )
 from sglang_tiered.integration.disaggregation.device_memory import are_done, writes_so_far
@@ -126,8 +124,8 @@ def make_manager(
     return role(handoffs, args, mode, server_args, is_mla)
 
 
-class KVManagerRole:
-    """What both roles share: one rank's endpoint, its rooms' status. Before SGLang's class."""
+class KVManagerRole(CommonKVManager):  # type: ignore[misc]
+    """What both roles share: one rank's endpoint, its rooms' status."""
 
     reports_transfer_latency = True
     supports_role_switch = True
@@ -137,24 +135,12 @@ class KVManagerRole:
     """Fields by which prefill is asked to compute it again, in the place of SGLang's."""
 
     endpoint: PrefillEndpoint | DecodeEndpoint
-    request_status: Any
-    failure_records: dict[int, str]
-    failure_lock: threading.Lock
-    server_args: Any
-    attn_tp_rank: int
-    attn_tp_size: int
-    update_status: Any
     end_rooms: Any
-    server_socket: Any
-    _zmq_ctx: Any
-    bootstrap_host: str
-    local_ip: str
 
     def __init__(self, handoffs: Handoffs, *of_sglang: Any) -> None:
-        args, _, server_args, is_mla = of_sglang
+        args, _, server_args, _ = of_sglang
         config = handoffs.config
         self._transfer = (config.transfer if config is not None else None) or TransferConfig()
-        self._layout = kv_pools.layout_of(args, server_args, is_mla, self._transfer.codec)
         device = kv_pools.device_of(args)
         self._memories = kv_pools.memories_of(args, device)
         self.has_streams = device != "cpu"
@@ -163,7 +149,7 @@ class KVManagerRole:
         self._handoffs = handoffs
         self.handed: HandedModel | None = None  # until there is an endpoint to tell
         self._happened = threading.Event()
-        self.leaving: set[int] = set()  # what the endpoint may still say is of an aborted request
+        self.leaving: set[int] = set()  # what the endpoint may still say is of an ended request
         super().__init__(*of_sglang)
         self.server_socket.close(linger=0)  # SGLang's own is open to all addresses
         self.adapters = handoffs.adapters
@@ -200,7 +186,8 @@ class KVManagerRole:
 
     def why_refused(self, room: int) -> str | None:
         """Why a new request may not have the room that a client named; None if it may. A room
-        belongs to one request, from here until SGLang clears it. On the scheduler's thread."""
+        belongs to one request, from here until the endpoint has nothing more to say of it. On the
+        scheduler's thread."""
         # A larger number ends prefill's scheduler, which writes it into a tensor, and no message
         # holds one beyond 64 bits.
         if not 0 <= room < NUM_ROOMS:
@@ -209,8 +196,17 @@ class KVManagerRole:
             return "this request is under way with this bootstrap_room; draw another number"
         return None
 
+    # The endpoint's thread.
+
     def room_failed(self, room: int, reason: str) -> None:
         self._conclude(room, KVPoll.Failed, reason)
+
+    def room_dropped(self, room: int) -> None:
+        """Forget what a late word left of an ended request, and give its room to others."""
+        if room in self.leaving:
+            self.request_status.pop(room, None)
+            self.failure_records.pop(room, None)
+            self.leaving.discard(room)
 
     def _conclude(self, room: int, status: int, reason: str | None = None) -> None:
         # A late failure must not bring back a room that SGLang has cleared.
@@ -228,15 +224,12 @@ class KVManagerRole:
         if self.server_args.enable_metrics:
             self._handoffs.export(endpoint)
 
-    def _of_rank(self) -> Any:
-        return kv_pools.at_rank(self._layout, self.attn_tp_rank, self.attn_tp_size)
-
     def _keys(self, role: str) -> Keys | None:
         directory: Path | None = self._transfer.keys_path
         return None if directory is None else load_keys(directory, role)
 
 
-class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
+class PrefillKVManager(KVManagerRole):
     """The sending side of every handoff of one rank."""
 
     endpoint: PrefillEndpoint
@@ -255,7 +248,8 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         """Listen, then announce where. SGLang's constructor calls this."""
         host = address_of(self.bootstrap_host)
         keys = self._keys("prefill")
-        if keys is None and not is_loopback(host):
+        own = ip_address(host)
+        if keys is None and not own.is_loopback:
             logger.warning(
                 "KV transfer listens on %s without --transfer-keys; every host that reaches this "
                 "port can read the KV of requests it opens. Make keys with "
@@ -265,7 +259,7 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         self.endpoint = PrefillEndpoint(
             host=host,
             server=self.server,
-            layout=self._of_rank(),
+            layout=kv_pools.layout_of(self, self._transfer.codec),
             memories=self._memories,
             rank=self._prefill_unique_rank(),
             listener=self,
@@ -274,7 +268,7 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
             on_tick=self._on_tick,
         )
         self.rank_port = self.endpoint.control_port
-        if not is_wildcard(host):
+        if not own.is_unspecified:
             self.local_ip = host
         super().register_to_bootstrap()
 
@@ -298,7 +292,6 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
             return
         if not isinstance(index_slice, slice):
             reason = "context-parallel prefill scatters pages, which zmq does not send"
-            self.endpoint.fail_room(bootstrap_room, reason)
             self._conclude(bootstrap_room, KVPoll.Failed, reason)
             return
         sends_metadata = aux_index is not None and self.pp_group.is_last_rank
@@ -327,12 +320,11 @@ class PrefillKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
 
     def room_dropped(self, room: int) -> None:
         if room in self.leaving:
-            for kept in self.request_status, self.failure_records, self.req_to_decode_prefix_len:
-                kept.pop(room, None)
-            self.leaving.discard(room)
+            self.req_to_decode_prefix_len.pop(room, None)
+        super().room_dropped(room)
 
 
-class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
+class DecodeKVManager(KVManagerRole):
     """The receiving side of every handoff of one rank."""
 
     endpoint: DecodeEndpoint
@@ -344,7 +336,7 @@ class DecodeKVManager(KVManagerRole, CommonKVManager):  # type: ignore[misc]
         self.bootstrap_client = BootstrapClient(self, self.check_is_allowed)
         self.endpoint = DecodeEndpoint(
             server=self.server,
-            layout=self._of_rank(),
+            layout=kv_pools.layout_of(self, self._transfer.codec),
             memories=self._memories,
             listener=self,
             settings=self._transfer,
@@ -402,8 +394,9 @@ class _HandoffEnd:
     kv_mgr: Any
     bootstrap_room: int
     conclude_state: Any
+    leave: Any
     asked = NOTHING_MORE
-    _failure: KVTransferError | None = None
+    _reason: str | None = None  # why it failed, once SGLang has asked
 
     def __init__(
         self,
@@ -424,21 +417,29 @@ class _HandoffEnd:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
             self.conclude_state = KVPoll.Failed
 
+    def clear(self) -> None:
+        """Give the room back: SGLang asks no more of the request, or asks again and must not meet
+        the next one of this number."""
+        room = self.bootstrap_room
+        with self.kv_mgr.failure_lock:
+            self._reason = self._reason or self.kv_mgr.failure_records.pop(room, None)
+        self.kv_mgr.leaving.add(room)
+        self.leave(room)
+        super().clear()  # type: ignore[misc]
+        self.bootstrap_room = next(_NO_ROOMS)
+
     def failure_exception(self) -> None:
-        """Raises the same ``KVTransferError`` each time. SGLang asks again while the request waits
-        to be removed; it has dropped the reason by then, and would tell the client that the reason
-        is unknown and another rank's."""
-        try:
-            super().failure_exception()  # type: ignore[misc]
-        except KVTransferError as error:
-            if self._failure is None and not error.is_from_another_rank:
-                self._failure = error
-        if self._failure is not None:
-            raise self._failure
+        """Raises ``KVTransferError``, each time with the same reason: SGLang asks again while the
+        request waits to be removed."""
+        room = self.bootstrap_room
+        self.conclude_state = KVPoll.Failed
+        self.clear()
+        if self._reason is not None:
+            raise KVTransferError(room, self._reason)
         is_alone = self.kv_mgr.attn_tp_size * self.kv_mgr.pp_size == 1
         aborter = "this instance" if is_alone else "another rank of this instance"
         reason = f"the handoff was aborted by {aborter}; its log says why"
-        raise KVTransferError(self.bootstrap_room, reason, is_from_another_rank=not is_alone)
+        raise KVTransferError(room, reason, is_from_another_rank=not is_alone)
 
 
 class ZmqKVSender(_HandoffEnd, CommonKVSender):  # type: ignore[misc]
@@ -458,22 +459,13 @@ class ZmqKVSender(_HandoffEnd, CommonKVSender):  # type: ignore[misc]
             mgr.endpoint.expect_room(self.bootstrap_room, self.asked)
 
     def abort(self) -> None:
-        self.kv_mgr.endpoint.fail_room(self.bootstrap_room, "the request was aborted on prefill")
+        """SGLang asks no more of a request that waited for its turn or was computed."""
         super().abort()
-        # SGLang asks no more of a request that waited for its turn or was computed.
-        self.kv_mgr.leaving.add(self.bootstrap_room)
-        with suppress(KVTransferError):
-            super().failure_exception()
-        self.bootstrap_room = next(_NO_ROOMS)
+        self._reason = self._reason or "the request was aborted on prefill"
+        self.clear()
 
-    def failure_exception(self) -> None:
-        room, reason = self.bootstrap_room, "the request failed on prefill"
-        self.kv_mgr.endpoint.fail_room(room, self.kv_mgr.failure_records.get(room, reason))
-        super().failure_exception()
-
-    def clear(self) -> None:
-        super().clear()
-        self.kv_mgr.endpoint.drop_room(self.bootstrap_room)
+    def leave(self, room: int) -> None:
+        self.kv_mgr.endpoint.drop_room(room, self._reason or "prefill dropped the request")
 
 
 class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
@@ -536,15 +528,18 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.endpoint.close_room(self.bootstrap_room)
         super().abort()
 
-    def _clear(self) -> None:
-        self.kv_mgr.endpoint.close_room(self.bootstrap_room)
-        if self.init_time is None and self._owns_bootstrap_room and not self.abort_notified:
+    def leave(self, room: int) -> None:
+        if self.init_time is None and not self.abort_notified:
             # It ended before it had pages, so prefill still waits for them.
             self.abort_notified = True
             if self.bootstrap_infos:
                 self._send_abort_notification()
             else:
-                self.kv_mgr.bootstrap_client.call_with_ranks(self.bootstrap_addr, self._abort_at)
+                abort_at = partial(self._abort_at, room)
+                self.kv_mgr.bootstrap_client.call_with_ranks(self.bootstrap_addr, abort_at)
+        self.kv_mgr.endpoint.close_room(room)
+
+    def _clear(self) -> None:
         super()._clear()
         if not self.kv_mgr.addr_to_rooms_tracker.get(self.bootstrap_addr):
             self.kv_mgr.addr_to_rooms_tracker.pop(self.bootstrap_addr, None)  # clients name it
@@ -583,11 +578,11 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
         return {"rank_ip": address[0], "rank_port": address[1], "pp_rank": key[3]}
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        self._abort_at([target.address for target in self._targets()])
+        ranks = [target.address for target in self._targets()]
+        self._abort_at(self.bootstrap_room, ranks)
 
-    def _abort_at(self, ranks: list[Address]) -> None:
-        room = self.bootstrap_room
-        reason = self.kv_mgr.failure_records.get(room, "the request was aborted")
+    def _abort_at(self, room: int, ranks: list[Address]) -> None:
+        reason = self._reason or self.kv_mgr.failure_records.get(room, "the request was aborted")
         self.kv_mgr.endpoint.abort_room(room, [DecodeTarget(rank) for rank in ranks], reason)
 
 

@@ -231,7 +231,10 @@ def handoff_identity(declared: str | None, kv_format: str, *, with_draft: bool) 
     identity = _model_identity()
     if not with_draft:
         identity = {name: value for name, value in identity.items() if name not in _OF_DRAFT}
-    return {**common, **identity}
+    # A prefill that replays leaves windows out which decode without it would match; for models that
+    # do not, unset and off are the same.
+    replay = bool(get_exec().features.enable_decoder_swa_bounded_replay)
+    return {**common, "replay": replay, **identity}
 
 
 def updated_identity(before: bytes, path: str, load_format: str | None) -> dict[str, Any]:

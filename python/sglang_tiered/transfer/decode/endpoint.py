@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
-from sglang_tiered.transfer.decode.rooms import MAX_SLABS, DamagedError, Progress, ReceiveRoom
-from sglang_tiered.transfer.decode.sessions import LinkEvents, PrefillLinks
+from sglang_tiered.transfer.decode.rooms import DamagedError, Progress, ReceiveRoom
+from sglang_tiered.transfer.decode.sessions import PrefillLinks
 from sglang_tiered.transfer.memory import check_pages, one_row
 from sglang_tiered.transfer.messages import NOTHING_MORE
-from sglang_tiered.transfer.wire_codec import make_codec
 from sglang_tiered.wire import sockets
 from sglang_tiered.wire.loop import EndpointLoop
 from sglang_tiered.wire.sockets import received
@@ -42,12 +41,6 @@ logger = logging.getLogger(__name__)
 
 MAX_DATA_MESSAGES = 4
 """Slabs handled before the control sockets are polled again: about 16 MiB, a few ms."""
-
-MAX_REPEATS = 3
-"""Sessions in a row that are opened to repeat an abort, each lost at once."""
-
-MAX_FAILED = 4096
-"""Rooms kept in mind that failed, of which prefill may not have heard yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +75,9 @@ class DecodeListener(Protocol):
     def room_failed(self, room: int, reason: str) -> None:
         """The room will not be completed. Its prefill ranks have been told, or are gone."""
 
+    def room_dropped(self, room: int) -> None:
+        """``close_room`` was served: nothing more is said of the room's request."""
+
     def prefill_lost(self, address: Address, reason: str) -> None:
         """A session ended. Its rooms have failed; the next room connects anew."""
 
@@ -103,15 +99,13 @@ class DecodeEndpoint:
         on_tick: Callable[[DecodeEndpoint], None] = lambda _: None,
     ) -> None:
         self._memories = memories
-        self._codec = make_codec(layout)
+        self._layout = layout
         self._listener = listener
         self._settings = settings
         self._on_tick = on_tick
         self._generations = itertools.count(1)
         self._table_lock = threading.Lock()
         self._rooms: dict[int, ReceiveRoom] = {}
-        self._senders: dict[int, list[PrefillLink]] = {}  # by room
-        self._failed: dict[tuple[int, int], str] = {}  # rooms with generations, the latest last
         self._model: bytes | None = None  # of the KV that is taken
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # until it is known
         self.stats = DecodeStats()
@@ -122,7 +116,9 @@ class DecodeEndpoint:
             settings=settings,
             keys=keys,
             loop=self._loop,
-            events=LinkEvents(self._on_failed, self._on_data, self._on_lost),
+            on_failed=self._on_failed,
+            on_data=self._on_data,
+            on_lost=self._on_lost,
         )
         self._loop.call(memories.enter_thread)
         self._loop.start()
@@ -172,13 +168,13 @@ class DecodeEndpoint:
         pages.
         """
         memory = memory or self._memories.kv
-        check_pages(memory, pages, "the scheduler")
-        check_pages(self._memories.aux, one_row(aux_row), "the scheduler")
+        check_pages(memory.buffers, pages, "the scheduler")
+        check_pages(self._memories.aux.buffers, one_row(aux_row), "the scheduler")
         states = []
         for index, state in enumerate(self._memories.states):
             rows = state_rows[index] if index < len(state_rows) else None
             if rows is not None:
-                check_pages(state, rows, "the scheduler")
+                check_pages(state.buffers, rows, "the scheduler")
             states.append((state, rows))
         receiving = ReceiveRoom(
             room,
@@ -203,7 +199,7 @@ class DecodeEndpoint:
             receiving = self._rooms.pop(room, None)
         if receiving is not None:
             receiving.close()
-            self._loop.call(self._drop_room, receiving)
+        self._loop.call(self._drop_room, room, receiving)
 
     def abort_room(self, room: int, targets: Sequence[DecodeTarget], reason: str) -> None:
         """Tell the prefill ranks to drop the room, which may not have been opened yet."""
@@ -245,36 +241,19 @@ class DecodeEndpoint:
     def _on_lost(self, link: PrefillLink, reason: str) -> None:
         reason = messages.peer_failed(reason)
         self.stats.num_sessions_lost += 1
-        failed = []
-        for number, links in list(self._senders.items()):
-            room = self._rooms.get(number)
-            if link in links and room is not None and not room.is_concluded:
-                failed.append(room)
-                self._conclude_failed(room, reason, told_by=link)
-        self._repeat_aborts(link, failed, reason)
+        # A prefill that lives may not have heard of every room, if some messages were lost. Without
+        # a Welcome it has heard of none.
+        told_by = link if link.welcome is None else None
+        for room in list(self._rooms.values()):
+            if link in room.links:
+                self._conclude_failed(room, reason, told_by)
         self._listener.prefill_lost(link.address, reason)
-
-    def _repeat_aborts(self, link: PrefillLink, failed: list[ReceiveRoom], reason: str) -> None:
-        """Abort again over a new session: prefill may live, and not know which rooms ended with the
-        lost session or just before."""
-        settings = self._settings
-        recent = time.monotonic() - settings.peer_timeout_s - settings.ping_interval_s
-        num_repeats = link.num_repeats + 1 if link.opened_at >= recent else 1
-        if num_repeats > MAX_REPEATS or (link.welcome is None and not link.num_repeats):
-            return
-        aborts = [abort for told_at, abort in link.aborts if told_at >= recent]
-        aborts += [messages.Abort(room.number, room.generation, reason) for room in failed]
-        if aborts:
-            again = self._links.link_to(link.address)
-            again.num_repeats = max(again.num_repeats, num_repeats)
-            for abort in aborts:
-                again.send_control(abort)
 
     def _on_failed(self, link: PrefillLink, message: messages.Failed) -> None:
         room = self._rooms.get(message.room)
         if room is None or room.generation != message.generation:
             return
-        if link in self._senders.get(room.number, ()):
+        if link in room.links:
             reason = messages.peer_failed(sockets.printable(message.reason))
             self._conclude_failed(room, reason, told_by=link)
 
@@ -285,7 +264,7 @@ class DecodeEndpoint:
             for link, progress in list(room.progress.items()):
                 stalled = now - progress.moved_at
                 if progress.has_gap and stalled > self._settings.progress_timeout_s:
-                    reason = f"{link.name} sent {progress.num_seen} slabs and then nothing"
+                    reason = f"{link.name} sent {len(progress.seen)} slabs and then nothing"
                     reason = messages.peer_failed(f"{reason} for {stalled:.1f} s")
                     self._conclude_failed(room, reason)
                     break
@@ -308,9 +287,8 @@ class DecodeEndpoint:
         rows = [0 if item is None else len(item) for _, item in room.states]
         sizes = len(room.pages), rows, prefix_tokens, num_receivers
         try:
-            links = [self._links.link_to(target.address) for target in targets]
-            self._senders[room.number] = links
-            for target, link in zip(targets, links, strict=True):
+            room.links = [self._links.link_to(target.address) for target in targets]
+            for target, link in zip(targets, room.links, strict=True):
                 asks = target.is_dummy, asked.of(self._model)
                 link.send_control(messages.Open(room.number, room.generation, *sizes, *asks))
         except Exception as error:
@@ -327,17 +305,18 @@ class DecodeEndpoint:
                 messages.Abort(number, generation, reason)
             )
 
-    def _drop_room(self, room: ReceiveRoom) -> None:
-        # Before a later room of this number is opened, whose senders are not known here yet.
-        links = self._senders.pop(room.number, ())
-        if not room.is_concluded:
-            for link in links:
-                link.send_control(messages.Abort(room.number, room.generation, "the request ended"))
+    def _drop_room(self, number: int, room: ReceiveRoom | None) -> None:
+        if room is not None and not room.is_concluded:
+            abort = messages.Abort(number, room.generation, "the request ended")
+            for link in room.links:
+                link.send_control(abort)
+        self._listener.room_dropped(number)
 
     def _conclude_failed(
         self, room: ReceiveRoom, reason: str, told_by: PrefillLink | None = None
     ) -> None:
-        """Close a room, report it, and tell the prefill ranks that do not know."""
+        """Close a room, report it, and tell the prefill ranks that do not know, over a new session
+        where theirs was lost. If that is lost as well, they fail the room by their timeout."""
         if room.is_concluded:
             return  # it is complete, so the loss of its prefill ranks does not matter
         with self._table_lock:
@@ -346,15 +325,12 @@ class DecodeEndpoint:
             del self._rooms[room.number]
         room.close()
         self.stats.num_rooms_failed += 1
-        self._failed[room.number, room.generation] = reason
-        if len(self._failed) > MAX_FAILED:
-            del self._failed[next(iter(self._failed))]
-        links = self._senders.pop(room.number, ())
         # The listener first: the Abort raises for a room number that no message can hold.
         self._listener.room_failed(room.number, reason)
-        for link in links:
+        abort = messages.Abort(room.number, room.generation, reason)
+        for link in room.links:
             if link is not told_by:
-                link.send_control(messages.Abort(room.number, room.generation, reason))
+                self._links.link_to(link.address).send_control(abort)
 
     # Data.
 
@@ -383,15 +359,18 @@ class DecodeEndpoint:
             return
         message, payload = parsed
         seq = message.num_slabs if isinstance(message, messages.Last) else message.seq
-        if not 0 <= seq < MAX_SLABS:
-            raise TransferError(f"it sent slab number {seq}.")
         key = (message.room, message.generation, seq)
         room = self._rooms.get(message.room)
         if room is None or room.generation != message.generation:
-            if not self._tells_of_failure(link, message):
+            self.stats.num_late += 1
+            if isinstance(message, messages.Last):
+                # A confirmation would say that all has arrived; prefill may lack our abort yet.
+                abort = messages.Abort(message.room, message.generation, "the room ended before")
+                link.send_control(abort)
+            else:
                 confirmed.append(key)
             return
-        if link not in self._senders.get(room.number, ()):
+        if link not in room.links:
             raise TransferError("it sent data of a room that another prefill instance serves.")
         progress = room.progress.setdefault(link, Progress(moved_at=time.monotonic()))
         try:
@@ -423,16 +402,6 @@ class DecodeEndpoint:
             self.stats.num_rooms_received += 1
             self._listener.room_received(room.number)
 
-    def _tells_of_failure(self, link: PrefillLink, message: messages.AnyDataFromPrefill) -> bool:
-        """Answer the late end of a room that failed with another abort, where a confirmation would
-        say that all has arrived. False for other late data."""
-        self.stats.num_late += 1
-        reason = self._failed.get((message.room, message.generation))
-        if reason is None or not isinstance(message, messages.Last):
-            return False
-        link.send_control(messages.Abort(message.room, message.generation, reason))
-        return True
-
     def _parse(
         self, link: PrefillLink, frames: list[zmq.Frame]
     ) -> tuple[messages.AnyDataFromPrefill, Any] | None:
@@ -443,12 +412,12 @@ class DecodeEndpoint:
         header = frames[1].bytes
         message = sockets.decode(header, messages.data_from_prefill)
         payload = frames[3].buffer if len(frames) > 3 else b""
-        is_pull = isinstance(message, messages.Pull)
-        signed = (header, bytes(payload)) if is_pull else (header,)
-        memory = link.peer_memory if is_pull else None
+        is_named = isinstance(message, messages.Slab) and message.form == messages.NAMED
+        signed = (header, bytes(payload)) if is_named else (header,)
+        memory = link.peer_memory if is_named else None
         is_right = (memory or link.tagger).is_right(frames[2].bytes, *signed)
-        # A Pull under an unusable offer reads nothing: the pages are asked for as a slab instead.
-        if not is_right and (memory is None or not memory.is_unusable):
+        # Under an unusable offer nothing is read: the pages' bytes are asked for instead.
+        if not is_right and (memory is None or memory.problem is None):
             self.stats.num_forged += 1
             return None
         return message, payload
@@ -457,21 +426,17 @@ class DecodeEndpoint:
         self,
         room: ReceiveRoom,
         link: PrefillLink,
-        message: messages.Slab | messages.Pull,
+        message: messages.Slab,
         payload: Any,
         progress: Progress,
     ) -> None:
-        if progress.has(message.seq):
+        if message.seq in progress.seen:
             return
         self.stats.num_slabs += 1
-        if isinstance(message, messages.Slab):
+        if message.form != messages.NAMED:
             self.stats.received_bytes += len(payload)
-            landed = room.land(message, payload, link.pairs, self._codec)
-        elif link.peer_memory is None:
-            raise TransferError("prefill offers memory that this instance cannot read.")
-        else:
-            landed = room.pull(message, payload, link.pairs, link.peer_memory)
-            pairs = link.pairs[message.first_pair : message.first_pair + message.num_pairs]
-            self.stats.pulled_bytes += message.num_pages * sum(pair.page_bytes for pair in pairs)
-        if landed:
+        before = room.kv_bytes
+        if room.land(message, payload, link.pairs, self._layout, link.peer_memory):
             progress.mark(message.seq, time.monotonic())
+        if message.form == messages.NAMED:
+            self.stats.pulled_bytes += room.kv_bytes - before

@@ -14,24 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from sglang_tiered.errors import TransferError
-from sglang_tiered.transfer.layout import whole_pairs
-from sglang_tiered.transfer.messages import KV_COMPONENT
-from sglang_tiered.transfer.wire_codec import PLAIN
+from sglang_tiered.errors import CodecError, TransferError
+from sglang_tiered.transfer.layout import slab_codec, whole_pairs
+from sglang_tiered.transfer.messages import ENCODED, KV_COMPONENT, NAMED, WHERE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.transfer.layout import Pair
-    from sglang_tiered.transfer.memory import HostMemory, PagedMemory, Pages
-    from sglang_tiered.transfer.messages import Last, Pull, Slab
+    from sglang_tiered.transfer.memory import Bytes, HostMemory, PagedMemory, Pages
+    from sglang_tiered.transfer.messages import KVLayout, Last, Slab
     from sglang_tiered.transfer.same_host import PeerMemory
-    from sglang_tiered.transfer.wire_codec import WireCodec
 
 __all__ = ["DamagedError", "Progress", "ReceiveRoom"]
-
-MAX_SLABS = 1 << 24
-"""Bounds sequence numbers, so that a lying peer cannot grow the bitmap."""
 
 
 class DamagedError(TransferError):
@@ -40,42 +35,36 @@ class DamagedError(TransferError):
 
 @dataclass(eq=False, slots=True)
 class Progress:
-    """What has come from one prefill rank: a bitmap of slabs, and how many there will be."""
+    """What has come from one prefill rank: the numbers of its slabs, and how many there will be."""
 
-    seen: bytearray = field(default_factory=bytearray)
-    num_seen: int = 0
+    seen: set[int] = field(default_factory=set)
+    highest: int = -1
     num_slabs: int | None = None
     aux: Sequence[bytes] = ()
     moved_at: float = 0.0
 
     @property
     def is_complete(self) -> bool:
-        return self.num_slabs is not None and self.num_seen >= self.num_slabs
+        return self.num_slabs is not None and len(self.seen) >= self.num_slabs
 
     @property
     def has_gap(self) -> bool:
         """Whether a slab is missing that was sent before one that has come."""
-        return not self.is_complete and (self.num_slabs is not None or self.num_seen < self._end())
-
-    def has(self, seq: int) -> bool:
-        return seq >> 3 < len(self.seen) and bool(self.seen[seq >> 3] & (1 << (seq & 7)))
+        is_behind = self.num_slabs is not None or len(self.seen) <= self.highest
+        return not self.is_complete and is_behind
 
     def mark(self, seq: int, now: float) -> None:
-        if seq >> 3 >= len(self.seen):
-            self.seen.extend(bytes((seq >> 3) + 1 - len(self.seen)))
-        self.seen[seq >> 3] |= 1 << (seq & 7)
-        self.num_seen += 1
+        self.seen.add(seq)
+        self.highest = max(self.highest, seq)
         self.moved_at = now
-
-    def _end(self) -> int:
-        return (len(self.seen) - 1) * 8 + self.seen[-1].bit_length() if self.seen else 0
 
 
 @dataclass(eq=False, slots=True)
 class ReceiveRoom:
     """One request's destination on this decode rank: its pages, in the order prefill sends them.
 
-    ``memory`` is the device's pool or the host tier's; ``progress`` is by prefill session.
+    ``memory`` is the device's pool or the host tier's. ``links``: the sessions of the prefill ranks
+    that were asked; ``progress`` is by them.
     """
 
     number: int
@@ -85,6 +74,7 @@ class ReceiveRoom:
     states: Sequence[tuple[PagedMemory, Pages | None]]
     aux: HostMemory
     aux_row: int | None
+    links: Sequence[Any] = ()
     progress: dict[Any, Progress] = field(default_factory=dict)
     num_expected: int = 0  # prefill ranks that send something
     after: Sequence[Any] = ()  # events of the device, before which no page is written
@@ -99,58 +89,61 @@ class ReceiveRoom:
             self.is_closed = True
 
     def land(
-        self, slab: Slab, payload: Any, pairs: Sequence[Pair], codec: WireCodec | None = None
+        self,
+        slab: Slab,
+        payload: Any,
+        pairs: Sequence[Pair],
+        layout: KVLayout,
+        peer: PeerMemory | None = None,
     ) -> bool:
-        """Check a slab and copy it in. Returns False if the room is closed. Raises ``DamagedError``
-        for bytes other than those sent, ``TransferError`` for a breach of the protocol."""
+        """Check a slab and copy it in; ``peer`` is the memory of who sent it, where that may be
+        read. Returns False if the room is closed. Raises ``DamagedError`` for bytes other than
+        those sent, or that cannot be read, ``TransferError`` for a breach of the protocol."""
         memory, pages, used = self._destination(slab, pairs)
-        size = slab.num_pages * sum(pair.page_bytes for pair in used)
-        data = np.frombuffer(payload, np.uint8)
-        is_encoded = slab.codec != PLAIN
-        if is_encoded and (
-            codec is None or slab.codec != codec.number or slab.component != KV_COMPONENT
-        ):
-            raise TransferError(f"prefill uses wire codec {slab.codec}, which is off on decode.")
-        if slab.num_bytes != size:
-            raise TransferError(
-                f"prefill sent {slab.num_bytes} bytes for {slab.num_pages} pages that take {size}."
-            )
-        is_whole = is_encoded or data.nbytes == size
-        if not is_whole or xxhash.xxh3_64_intdigest(payload) != slab.xxh3:
+        if xxhash.xxh3_64_intdigest(payload) != slab.xxh3:
             raise DamagedError(f"slab {slab.seq} of room {self.number} arrived damaged.")
-        if is_encoded and codec is not None:
-            data = codec.decode(data, used, slab.num_pages)
-        for event in self.after:
-            event.synchronize()  # without the lock, for which the scheduler may wait
-        self.after = ()
-        with self._lock:
-            if self.is_closed or self.is_concluded:
-                return False
-            memory.scatter_slab([pair.destination_piece for pair in used], pages, data)
-        self.kv_bytes += size if slab.component == KV_COMPONENT else 0
-        return True
+        size = len(pages) * sum(pair.page_bytes for pair in used)
+        if slab.form == NAMED:
+            landed = self._read(slab, payload, used, peer)
+        else:
+            data = np.frombuffer(payload, np.uint8)
+            if slab.form == ENCODED:
+                data = _decoded(slab, data, used, layout, size)
+            if data.nbytes != size:
+                raise TransferError(
+                    f"prefill sent {data.nbytes} bytes for {len(pages)} pages that take {size}."
+                )
+            for event in self.after:
+                event.synchronize()  # without the lock, for which the scheduler may wait
+            self.after = ()
+            with self._lock:
+                landed = not self.is_closed and not self.is_concluded
+                if landed:
+                    pieces = [pair.destination_piece for pair in used]
+                    memory.scatter_slab(pieces, pages, data)
+        self.kv_bytes += size if landed and slab.component == KV_COMPONENT else 0
+        return landed
 
-    def pull(self, message: Pull, payload: Any, pairs: Sequence[Pair], peer: PeerMemory) -> bool:
-        """Read pages out of the sender's memory. Returns False if the room is closed. Raises
-        ``DamagedError`` when they cannot be read, ``TransferError`` for a breach of the protocol.
-        """
-        memory, pages, used = self._destination(message, pairs)
+    def _read(
+        self, slab: Slab, payload: Any, used: Sequence[Pair], peer: PeerMemory | None
+    ) -> bool:
+        """Read the pages that a slab names out of the sender's memory."""
+        if peer is None or slab.component != KV_COMPONENT:
+            raise TransferError("prefill offers memory that this instance cannot read.")
         if any(pair.source_slice or pair.destination_slice for pair in used):
-            raise TransferError(
-                "prefill asks decode to read parts of pages, which is not supported."
-            )
-        if len(payload) != 4 * len(pages):
+            raise TransferError("prefill asks decode to read parts of pages, which it cannot.")
+        pages = self.pages[slab.start : slab.start + slab.num_pages]
+        if len(payload) != WHERE.size + 4 * len(pages):
             raise TransferError(f"prefill named other than {len(pages)} pages to read.")
-        source = np.frombuffer(payload, "<i4").astype(np.int32)
-        buffers = [(pair.source, memory.buffers[pair.destination]) for pair in used]
+        fence = WHERE.unpack_from(payload)
+        source = np.frombuffer(payload, "<i4", offset=WHERE.size).astype(np.int32)
+        buffers = [(pair.source, self.memory.buffers[pair.destination]) for pair in used]
         with self._lock:
             if self.is_closed or self.is_concluded:
                 return False
-            fence = message.fence_address, message.fence
             problem = peer.pull(buffers, source, pages, fence)
         if problem is not None:
             raise DamagedError(f"reading prefill's memory on this machine failed ({problem}).")
-        self.kv_bytes += len(pages) * sum(pair.page_bytes for pair in used)
         return True
 
     def finish(self, last: Last, progress: Progress) -> None:
@@ -190,10 +183,9 @@ class ReceiveRoom:
         return True
 
     def _destination(
-        self, message: Slab | Pull, pairs: Sequence[Pair]
+        self, message: Slab, pairs: Sequence[Pair]
     ) -> tuple[PagedMemory, Pages, Sequence[Pair]]:
-        component = getattr(message, "component", KV_COMPONENT)
-        memory, pages = self.memory, self.pages
+        memory, pages, component = self.memory, self.pages, message.component
         if component != KV_COMPONENT:
             if not 0 <= component < len(self.states):
                 raise TransferError(f"prefill sent state {component} of {len(self.states)}.")
@@ -210,3 +202,19 @@ class ReceiveRoom:
                 f"prefill sent buffers {message.first_pair} to {last_pair} of {len(pairs)}."
             )
         return memory, pages[message.start : end], pairs[message.first_pair : last_pair]
+
+
+def _decoded(
+    slab: Slab, data: Bytes, used: Sequence[Pair], layout: KVLayout, num_bytes: int
+) -> Bytes:
+    codec = None
+    if slab.component == KV_COMPONENT:
+        codec = slab_codec(layout, used, slab.num_pages)
+    if codec is None:
+        raise TransferError("prefill encodes what decode takes as it is.")
+    plain = np.empty(num_bytes, np.uint8)
+    try:
+        codec.decode(data.data, (plain.data,))
+    except CodecError as error:
+        raise TransferError(f"prefill sent a slab that no codec made: {error}.") from error
+    return plain

@@ -38,12 +38,9 @@ if TYPE_CHECKING:
     from sglang_tiered.wire.keys import Keys
     from sglang_tiered.wire.loop import EndpointLoop
 
-__all__ = ["Address", "LinkEvents", "PrefillLink", "PrefillLinks"]
+__all__ = ["Address", "PrefillLink", "PrefillLinks"]
 
 Address = tuple[str, int]
-
-MAX_ABORTS = 256
-"""Aborts that are repeated if the session is lost right after them; prefill times others out."""
 
 MAX_QUEUED = 4096
 """Messages that a socket queues each way."""
@@ -69,8 +66,7 @@ class PrefillLink:
     process is ever mixed with its successor behind the same address.
 
     ``control`` and ``monitor`` are None until they are made, and stay so if that fails.
-    ``waiting``: control messages to send once the session is open. ``aborts``: the last ones sent,
-    with the time. ``num_repeats``: how many links before this one were lost with such aborts."""
+    ``waiting``: control messages to send once the session is open."""
 
     address: Address
     opened_at: float
@@ -88,10 +84,6 @@ class PrefillLink:
     data: list[zmq.Socket[bytes]] = field(default_factory=list)
     peer_memory: PeerMemory | None = None
     waiting: deque[bytes] = field(default_factory=deque)
-    aborts: deque[tuple[float, messages.Abort]] = field(
-        default_factory=lambda: deque(maxlen=MAX_ABORTS)
-    )
-    num_repeats: int = 0
     is_gone: bool = False
 
     @property
@@ -102,8 +94,6 @@ class PrefillLink:
         """Send on the control channel, once there is a session. Raises, when called, for what no
         message can hold."""
         frame = sockets.encode(message)
-        if isinstance(message, messages.Abort):
-            self.aborts.append((time.monotonic(), message))
         if self.welcome is None and not isinstance(message, messages.Hello):
             self.waiting.append(frame)
             return
@@ -133,17 +123,9 @@ class PrefillLink:
             socket.send_multipart([VERSION_FRAME, frame], zmq.NOBLOCK)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkEvents:
-    """Callbacks for a ``Failed`` from prefill, for readable data, and after a loss."""
-
-    failed: Callable[[PrefillLink, messages.Failed], None]
-    data: Callable[[PrefillLink, int], None]
-    lost: Callable[[PrefillLink, str], None]
-
-
 class PrefillLinks:
-    """At most one link per address."""
+    """At most one link per address. ``on_failed`` gets a ``Failed`` from prefill, ``on_data`` the
+    index of a connection that is readable, ``on_lost`` the reason of a loss."""
 
     def __init__(
         self,
@@ -153,14 +135,16 @@ class PrefillLinks:
         settings: TransferConfig,
         keys: Keys | None,
         loop: EndpointLoop,
-        events: LinkEvents,
+        on_failed: Callable[[PrefillLink, messages.Failed], None],
+        on_data: Callable[[PrefillLink, int], None],
+        on_lost: Callable[[PrefillLink, str], None],
     ) -> None:
         self._server = server
         self._layout = layout
         self._settings = settings
         self._keys = keys
         self._loop = loop
-        self._events = events
+        self._on_failed, self._on_data, self._on_lost = on_failed, on_data, on_lost
         self._instance = secrets.token_bytes(16)
         self._links: dict[Address, PrefillLink] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
@@ -198,7 +182,7 @@ class PrefillLinks:
         self._close(link)
         text = f"{link.name} {reason}"
         logger.warning("KV transfer: %s; requests of this session fail", text)
-        self._events.lost(link, text)
+        self._on_lost(link, text)
 
     def tick(self, now: float) -> None:
         """Send pings, and end the links that are silent. Called every fraction of a second."""
@@ -235,7 +219,7 @@ class PrefillLinks:
 
     def _connect_control(self, link: PrefillLink) -> None:
         """Connect with the next keys that prefill may know. Raises ``zmq.ZMQError``."""
-        host, settings = link.address[0], self._settings
+        settings = self._settings
         link.keys = link.keys_left.pop(0)
         control = link.control = self._make_socket(
             link.address, messages.MAX_CONTROL_BYTES, link.keys
@@ -244,10 +228,8 @@ class PrefillLinks:
         self._loop.add_socket(monitor, partial(self._on_monitor, link))
         self._loop.add_socket(control, partial(self._on_control, link, control))
         control.connect(sockets.endpoint_of(*link.address))
-        reads = settings.same_host and is_own_address(host)
-        link.send_control(
-            messages.Hello(self._instance, self._server, self._layout, settings.window_bytes, reads)
-        )
+        hello = messages.Hello(self._instance, self._server, self._layout, settings.window_bytes)
+        link.send_control(hello)
 
     def _make_socket(
         self, address: Address, max_frame_bytes: int, keys: Keys | None
@@ -313,7 +295,7 @@ class PrefillLinks:
             case messages.Bye():
                 self.lose(link, f"ended the session: {sockets.printable(message.reason)}")
             case messages.Failed():
-                self._events.failed(link, message)
+                self._on_failed(link, message)
             case _:
                 raise TransferError("it sent a second Welcome.")
 
@@ -321,8 +303,8 @@ class PrefillLinks:
         link.pairs = pair_buffers(welcome.layout, self._layout)
         link.welcome = welcome
         link.tagger = Tagger(welcome.key)
-        # Checked again, since prefill may offer a door without being asked.
-        if welcome.door is not None and self._settings.same_host:
+        is_asked = self._settings.same_host and is_own_address(link.address[0])
+        if welcome.door is not None and is_asked:
             self._visit_door(link, welcome)
         encrypts = self._settings.encrypt_data
         address = (link.address[0], welcome.data_port)
@@ -333,7 +315,7 @@ class PrefillLinks:
             if link.keys is not None and not encrypts:
                 prove_session(socket, welcome.session, welcome.key)
             link.data.append(socket)
-            self._loop.add_socket(socket, partial(self._events.data, link, index))
+            self._loop.add_socket(socket, partial(self._on_data, link, index))
             socket.connect(sockets.endpoint_of(*address))
             join = messages.Join(welcome.session, index, b"")
             proof = link.tagger.tag(*join.proven())
@@ -344,14 +326,9 @@ class PrefillLinks:
         """Ask to read the pages of a prefill rank on this machine."""
         num_buffers = len(welcome.layout.page_bytes)
         try:
-            if not is_own_address(link.address[0]):
-                raise OSError("another machine")
             link.peer_memory = PeerMemory(welcome.door or "", welcome.session, num_buffers)
         except (OSError, ValueError) as error:
-            outcome = f"sent over TCP ({error})"
-        else:
-            outcome = "read directly"
-        logger.info("KV transfer: %s is on this machine; its pages are %s", link.name, outcome)
+            logger.info("KV transfer: pages of %s are sent over TCP (%s)", link.name, error)
 
 
 def _max_sockets(context: zmq.Context[zmq.Socket[bytes]]) -> int:

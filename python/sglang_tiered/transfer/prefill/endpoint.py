@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import zmq
@@ -20,7 +19,6 @@ from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.memory import check_pages, one_row
 from sglang_tiered.transfer.messages import NOTHING_MORE, mismatch
 from sglang_tiered.transfer.prefill.rooms import Room, RoomTable
-from sglang_tiered.transfer.prefill.send_queue import PULL_SHARE
 from sglang_tiered.transfer.prefill.sessions import DecodePeer, DecodePeers
 from sglang_tiered.wire import sockets
 from sglang_tiered.wire.loop import GOODBYE_MS, EndpointLoop
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.memory import Memories
     from sglang_tiered.transfer.messages import Asked, KVLayout
     from sglang_tiered.transfer.prefill.send_queue import Chunk, Parcel
-    from sglang_tiered.transfer.same_host import Guest
     from sglang_tiered.wire.keys import Keys
 
 __all__ = ["PrefillEndpoint", "PrefillListener", "PrefillStats"]
@@ -115,16 +112,13 @@ class PrefillEndpoint:
         self._peers = DecodePeers(
             host=host, layout=layout, memories=memories, rank=rank, settings=settings, keys=keys
         )
-        self._rooms: RoomTable[DecodePeer] = RoomTable(
-            max_orphans=settings.max_orphans,
-            orphan_timeout_s=settings.orphan_timeout_s,
-            tombstone_s=settings.tombstone_s,
-        )
+        self._rooms: RoomTable[DecodePeer] = RoomTable(settings)
         self.stats = PrefillStats()
         self._warned_at = -WARNING_INTERVAL_S
         self._loop = EndpointLoop("kv-transfer-prefill", self._step, self._tick)
         self._loop.call(memories.enter_thread)
-        self._watch_door()  # before data, whose pulls need the guests
+        if self._peers.door is not None:  # before data: pages are named for who has come
+            self._loop.add_socket(self._peers.door, self._peers.serve_door)
         self._loop.add_socket(self._peers.control, self._on_control)
         self._loop.add_socket(self._peers.data, self._on_data)
         self._loop.start()
@@ -161,27 +155,19 @@ class PrefillEndpoint:
         """Send computed pages to every decode rank of the room. ``chunk`` must not change."""
         self._loop.call(self._send_chunk, room, chunk)
 
-    def fail_room(self, room: int, reason: str) -> None:
-        """Fail the room and tell its decode ranks, now or when they come. Once this has returned,
-        its pages may be used for something else."""
-        self._close_fence(room)
-        self._loop.call(self._fail, room, reason, False)
-
-    def drop_room(self, room: int) -> None:
-        """Drop a room whose request has ended. If it was not sent, this acts as ``fail_room``."""
-        self._close_fence(room)
-        self._loop.call(self._drop_room, room)
+    def drop_room(self, number: int, reason: str = "prefill dropped the request") -> None:
+        """Drop a room whose request has ended. If it was not sent, tell its decode ranks why, now
+        or when they come. Once this has returned, its pages may be used for something else."""
+        room = self._rooms.get(number)
+        if room is not None:
+            room.fence.close()
+        self._loop.call(self._drop_room, number, reason)
 
     def close(self) -> None:
         """Tell the decode ranks, stop the thread, close the sockets. Once; not on its thread."""
         self._loop.call(self._say_goodbye)
         self._loop.stop()
         self._peers.close()
-
-    def _close_fence(self, number: int) -> None:
-        room = self._rooms.get(number)
-        if room is not None:
-            room.fence.close()
 
     # Control.
 
@@ -236,30 +222,35 @@ class PrefillEndpoint:
     def _set_model(self, model: bytes | None, note: str) -> None:
         self._model, self._model_note = model, note
         for room in self._rooms:
-            if not self._is_refused(room):
-                self._check_ready(room)
+            self._settle(room)
 
-    def _is_refused(self, room: Room[DecodePeer]) -> bool:
-        """Fail a room of which a decode rank has another model or prompt than this request's."""
+    def _settle(self, room: Room[DecodePeer]) -> None:
+        """Fail a room of which a decode rank has another model or prompt than this request's, and
+        report one that is complete. Once the model is known."""
         if self._model is None or not room.is_expected:
-            return False
+            return
         own = room.asked.of(self._model)
         for peer, theirs in room.models.items():
             if theirs != own:
                 reason = mismatch(self._server, own, peer.server, theirs, self._model_note)
                 self._fail(room.number, reason, True)
-                return True
-        return False
+                return
+        if room.is_complete and not room.is_ready:
+            room.is_ready = True
+            # From here on only the ranks that opened it matter.
+            room.models = dict.fromkeys(room.opens, own)
+            room.unfinished = {peer for peer, opened in room.opens.items() if not opened.is_dummy}
+            opened = next(iter(room.opens.values()))
+            self._listener.room_ready(room.number, opened.prefix_tokens)
 
     def _fail_rooms(self, reason: str) -> None:
         for room in self._rooms:
             self._fail(room.number, reason, True)
 
     def _claim(self, peer: DecodePeer, message: messages.Claim) -> None:
-        room = self._rooms.claim_room(peer, message.room, time.monotonic())
-        if not isinstance(room, str) and not room.is_ready:
-            room.models[peer] = message.model
-            self._is_refused(room)
+        room = self._rooms.claim_room(peer, message, time.monotonic())
+        if not isinstance(room, str):
+            self._settle(room)
 
     def _expect(self, number: int, asked: Asked) -> None:
         room = self._rooms.expect_room(number, time.monotonic())
@@ -267,27 +258,15 @@ class PrefillEndpoint:
             self._listener.room_failed(number, room)
             return
         room.asked = asked
-        if not self._is_refused(room):
-            self._check_ready(room)
+        self._settle(room)
 
     def _open(self, peer: DecodePeer, message: messages.Open) -> None:
         room = self._rooms.open_room(peer, message, time.monotonic())
         if isinstance(room, str):
             failed = messages.Failed(message.room, message.generation, room)
             self._peers.send(peer.identity, failed)
-            return
-        room.models[peer] = message.model
-        if not self._is_refused(room):
-            self._check_ready(room)
-
-    def _check_ready(self, room: Room[DecodePeer]) -> None:
-        if room.is_ready or not room.is_complete or self._model is None:
-            return
-        room.is_ready = True
-        room.claims.clear()  # from here on only the ranks that opened it matter
-        room.unfinished = {peer for peer, opened in room.opens.items() if not opened.is_dummy}
-        opened = next(iter(room.opens.values()))
-        self._listener.room_ready(room.number, opened.prefix_tokens)
+        else:
+            self._settle(room)
 
     def _send_chunk(self, number: int, chunk: Chunk) -> None:
         room = self._rooms.get(number)
@@ -295,8 +274,8 @@ class PrefillEndpoint:
             return
         try:
             if chunk.is_computed is None:  # else ``pages`` may not be known yet
-                check_pages(self._memories.kv, chunk.pages, "the scheduler")
-            check_pages(self._memories.aux, one_row(chunk.aux_row), "the scheduler")
+                check_pages(self._memories.kv.buffers, chunk.pages, "the scheduler")
+            check_pages(self._memories.aux.buffers, one_row(chunk.aux_row), "the scheduler")
             for peer in room.unfinished:
                 self._check_states(room.opens[peer], chunk)
         except TransferError as error:
@@ -319,7 +298,7 @@ class PrefillEndpoint:
             )
         for memory, item in zip(self._memories.states, chunk.state_rows, strict=False):
             if item is not None:
-                check_pages(memory, item, "the scheduler")
+                check_pages(memory.buffers, item, "the scheduler")
 
     def _check_sent(self, room: Room[DecodePeer]) -> None:
         if room.is_last_queued and not room.unfinished:
@@ -349,9 +328,9 @@ class PrefillEndpoint:
         if is_news and room.is_expected:
             self._listener.room_failed(number, reason)
 
-    def _drop_room(self, number: int) -> None:
+    def _drop_room(self, number: int, reason: str) -> None:
         if self._rooms.get(number) is not None:
-            self._fail(number, "prefill dropped the request", False)
+            self._fail(number, reason, False)
         self._listener.room_dropped(number)
 
     # Peers.
@@ -374,13 +353,12 @@ class PrefillEndpoint:
 
     def _tick(self, now: float) -> None:
         self._on_tick(self)
-        self._watch_door()
         for peer in self._peers:
             silence = now - peer.last_seen
             if silence > self._settings.peer_timeout_s:
                 self._lose(peer, f"the decode instance has been silent for {silence:.1f} s")
                 continue
-            if not self._peers.is_reachable(peer):
+            if not self._peers.send(peer.identity, messages.Pong(peer.num_sent)):
                 self._lose(peer, "the decode instance closed the connection")
                 continue
             waited = now - peer.admitted_at
@@ -399,26 +377,6 @@ class PrefillEndpoint:
     def _end(self, peer: DecodePeer, reason: str) -> None:
         self._peers.send(peer.identity, messages.Bye(reason))
         self._lose(peer, reason)
-
-    # Readers on this machine.
-
-    def _watch_door(self) -> None:
-        if self._peers.door is not None:
-            self._loop.add_socket(self._peers.door, self._on_door)
-
-    def _on_door(self) -> None:
-        try:
-            for guest in self._peers.accept_guests():
-                if not self._peers.admit_guest(guest):
-                    self._loop.add_socket(guest, partial(self._on_guest, guest))
-        except OSError:  # waiting guests would keep this thread busy: retry at the next tick
-            if self._peers.door is not None:
-                self._loop.drop_socket(self._peers.door)
-
-    def _on_guest(self, guest: Guest) -> None:
-        self._loop.drop_socket(guest)
-        if not self._peers.admit_guest(guest):
-            self._loop.add_socket(guest, partial(self._on_guest, guest))
 
     # Data.
 
@@ -462,9 +420,11 @@ class PrefillEndpoint:
         """Send a few messages of one peer; peers take turns. Returns the seconds until there is
         more to send, or None if that is unknown."""
         wait_s = None
-        for peer in self._peers.take_turns():
-            num_posted = self._post_some(peer)
-            if num_posted:
+        for peer in self._peers:
+            if not peer.sending.queue or not peer.is_joined:
+                continue
+            if self._post_some(peer):
+                self._peers.put_last(peer)
                 return 0.0
             if peer.sending.awaits_compute:
                 wait_s = COMPUTE_POLL_S
@@ -477,7 +437,7 @@ class PrefillEndpoint:
             except Exception as error:
                 # A pool that cannot be read fails only the room that was read for.
                 logger.exception("KV transfer: error while reading the pool; the room fails")
-                room = peer.sending.queue[0].opened.room
+                room = peer.sending.queue[0].room
                 self._fail(room, f"prefill could not read its pages ({error})", True)
                 return number + 1
             if parcel is None or not self._post(peer, parcel):
@@ -493,8 +453,7 @@ class PrefillEndpoint:
             return False
         peer.sending.mark_sent(parcel, time.monotonic())
         self.stats.num_slabs += 1
-        if parcel.buffer is None:
-            self.stats.pulled_bytes += PULL_SHARE * parcel.num_bytes
-        else:
+        self.stats.pulled_bytes += parcel.named_bytes
+        if not parcel.is_last and not parcel.named_bytes:
             self.stats.sent_bytes += parcel.frames[-1].nbytes
         return True

@@ -18,7 +18,8 @@ from sglang_tiered.transfer.same_host import Fence
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from sglang_tiered.transfer.messages import Asked, Open
+    from sglang_tiered.config import TransferConfig
+    from sglang_tiered.transfer.messages import Asked, Claim, Open
 
 __all__ = ["Room", "RoomTable"]
 
@@ -33,8 +34,8 @@ SessionT = TypeVar("SessionT", bound="Hashable")
 @dataclass(eq=False, slots=True)
 class Room(Generic[SessionT]):
     """One request's handoff. ``unfinished``: sessions that have not confirmed the whole room.
-    ``models``: of the decode ranks that claimed or opened it, in the words of ``messages.Open``.
-    ``asked``: what this request adds to the model.
+    ``models``: of the decode ranks that claimed or opened it, in the words of ``messages.Open``;
+    once it is ready, of those that opened it. ``asked``: what this request adds to the model.
     ``fence`` is closed before its pages may go to another request."""
 
     number: int
@@ -42,7 +43,6 @@ class Room(Generic[SessionT]):
     is_expected: bool = False
     is_ready: bool = False
     is_last_queued: bool = False
-    claims: set[SessionT] = field(default_factory=set)
     opens: dict[SessionT, Open] = field(default_factory=dict)
     models: dict[SessionT, bytes] = field(default_factory=dict)
     asked: Asked = NOTHING_MORE
@@ -59,14 +59,10 @@ class Room(Generic[SessionT]):
 class RoomTable(Generic[SessionT]):
     """All rooms of one prefill rank. Used by one thread; time is passed in, in seconds."""
 
-    def __init__(self, *, max_orphans: int, orphan_timeout_s: float, tombstone_s: float) -> None:
-        self._max_orphans = max_orphans
-        self._orphan_timeout_s = orphan_timeout_s
-        self._tombstone_s = tombstone_s
+    def __init__(self, settings: TransferConfig) -> None:
+        self._settings = settings
         self._rooms: dict[int, Room[SessionT]] = {}
-        # Oldest first: rooms that wait for a request, and rooms that wait for a decode rank.
-        self._orphans: OrderedDict[int, None] = OrderedDict()
-        self._unclaimed: OrderedDict[int, None] = OrderedDict()
+        self._orphans: set[int] = set()  # rooms that wait for a request
         self._tombstones: OrderedDict[int, tuple[float, str]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -84,47 +80,44 @@ class RoomTable(Generic[SessionT]):
         return self._rooms.get(number)
 
     def of_session(self, session: SessionT) -> list[Room[SessionT]]:
-        return [
-            room for room in self._rooms.values() if session in room.opens or session in room.claims
-        ]
+        return [room for room in self._rooms.values() if session in room.models]
 
     def expect_room(self, number: int, now: float) -> Room[SessionT] | str:
         """Note that a room's request is here. Returns the room, or why it has failed already."""
         reason = self._failure_of(number, now)
         if reason is not None:
             return reason
-        room = self._rooms.get(number)
-        if room is None:
-            room = self._rooms[number] = Room(number, now)
-            self._unclaimed[number] = None
-        self._orphans.pop(number, None)
+        room = self._rooms.setdefault(number, Room(number, now))
+        self._orphans.discard(number)
         room.is_expected = True
         return room
 
-    def claim_room(self, session: SessionT, number: int, now: float) -> Room[SessionT] | str:
+    def claim_room(
+        self, session: SessionT, message: Claim | Open, now: float
+    ) -> Room[SessionT] | str:
         """Note that a decode rank has the room's request. Returns the room, or why it has failed
         already."""
+        number = message.room
         reason = self._failure_of(number, now)
         if reason is not None:
             return reason
         room = self._rooms.get(number)
         if room is None:
-            if len(self._orphans) >= self._max_orphans:
+            if len(self._orphans) >= self._settings.max_orphans:
                 return (
-                    f"prefill already holds {self._max_orphans} rooms whose requests never "
-                    "came; does the router send every request to both?"
+                    f"prefill already holds {len(self._orphans)} rooms whose requests never came; "
+                    "does the router send every request to both?"
                 )
             room = self._rooms[number] = Room(number, now)
-            self._orphans[number] = None
-        self._unclaimed.pop(number, None)
+            self._orphans.add(number)
         if not room.is_ready:
-            room.claims.add(session)
+            room.models.setdefault(session, message.model)
         return room
 
     def open_room(self, session: SessionT, message: Open, now: float) -> Room[SessionT] | str:
         """Note that a decode rank has allocated pages. Returns the room, or why it has failed
         already."""
-        room = self.claim_room(session, message.room, now)
+        room = self.claim_room(session, message, now)
         if isinstance(room, str):
             return room
         if not room.is_ready:
@@ -132,12 +125,12 @@ class RoomTable(Generic[SessionT]):
         if message != room.opens.get(session):
             # Another rank's room, or another request's, whose pages replace nobody's.
             return f"prefill serves this room number already; {ANOTHER_NUMBER}"
+        room.models[session] = message.model
         return room
 
     def remove_room(self, number: int) -> Room[SessionT] | None:
         """Drop a room that was sent, or whose failure both sides know."""
-        self._orphans.pop(number, None)
-        self._unclaimed.pop(number, None)
+        self._orphans.discard(number)
         return self._rooms.pop(number, None)
 
     def fail_room(self, number: int, reason: str, now: float) -> Room[SessionT] | None:
@@ -150,19 +143,17 @@ class RoomTable(Generic[SessionT]):
 
     def overdue(self, now: float) -> list[Room[SessionT]]:
         """The rooms whose other half did not come in time."""
-        found = []
-        for waiting in (self._orphans, self._unclaimed):
-            for number in waiting:
-                room = self._rooms[number]
-                if now - room.created_at < self._orphan_timeout_s:
-                    break
-                found.append(room)
-        return found
+        latest = now - self._settings.orphan_timeout_s
+        return [
+            room
+            for room in self._rooms.values()
+            if room.created_at <= latest and not (room.is_expected and room.models)
+        ]
 
     def _failure_of(self, number: int, now: float) -> str | None:
         while self._tombstones:
             at, _ = next(iter(self._tombstones.values()))
-            if now - at < self._tombstone_s:
+            if now - at < self._settings.tombstone_s:
                 break
             self._tombstones.popitem(last=False)
         tombstone = self._tombstones.get(number)

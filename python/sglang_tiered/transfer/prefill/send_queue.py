@@ -2,37 +2,45 @@
 
 A chunk of pages is cut into slabs of about 4 MiB, one per message. Slabs are gathered only
 when they can be sent, at most ``window_bytes`` ahead of the receiver's confirmations, so a slow
-reader holds up neither memory nor other readers.
+reader holds up neither memory nor other readers. A slab that did not arrive is gathered again: the
+pages stay until the room is confirmed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from sglang_tiered.transfer.layout import whole_pairs
+from sglang_tiered.codecs.encoded import copied
+from sglang_tiered.transfer.layout import slab_codec, whole_pairs
 from sglang_tiered.transfer.memory import check_pages
-from sglang_tiered.transfer.messages import KV_COMPONENT, VERSION_FRAME, Last, Pull, Slab
-from sglang_tiered.transfer.same_host import MAX_PULL_BYTES
-from sglang_tiered.transfer.wire_codec import PLAIN
+from sglang_tiered.transfer.messages import (
+    ENCODED,
+    KV_COMPONENT,
+    NAMED,
+    PLAIN,
+    VERSION_FRAME,
+    WHERE,
+    Last,
+    Slab,
+)
 from sglang_tiered.wire.sockets import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from sglang_tiered.transfer.layout import Pair
     from sglang_tiered.transfer.memory import Bytes, Memories, PagedMemory, Pages
-    from sglang_tiered.transfer.messages import Open
+    from sglang_tiered.transfer.messages import KVLayout, Open
     from sglang_tiered.transfer.same_host import Fence
-    from sglang_tiered.transfer.wire_codec import WireCodec
     from sglang_tiered.wire.keys import Tagger
 
 __all__ = [
-    "PULL_SHARE",
     "SMALL_SLAB_BYTES",
     "TARGET_SLAB_BYTES",
     "Chunk",
@@ -55,12 +63,18 @@ MIN_SLAB_TOKENS = 128
 """A slab holds this many tokens of each of its buffers, or ``TARGET_SLAB_BYTES`` of one, so that
 small pages do not become small copies."""
 
+MIN_SAVING = 0.03
+"""A slab is sent encoded only if that saves this share of it."""
+
 MAX_RESENDS = 3
 MAX_UNCONFIRMED = 2048
 """Messages under way to one decode rank: half of what its socket queues, however small they are."""
 
-PULL_SHARE = 4
-"""A pull takes its bytes divided by this from the credit, since nothing is buffered for it."""
+NAMED_SHARE = 4
+"""Pages that decode reads itself take their bytes divided by this from the credit, since nothing is
+buffered for them."""
+
+Key = tuple[int, int, int]  # room, generation, number of the message
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +97,32 @@ class Chunk:
 
 
 @dataclass(eq=False, slots=True)
-class Parcel:
-    """One message that awaits its confirmation. ``num_bytes`` is its share of the credit;
-    ``frames`` are empty once its room is gone. ``is_lent`` says that ``buffer`` goes back to where
-    it was borrowed. ``as_slab`` sends the same pages once a pull of them failed."""
+class Delivery:
+    """Messages to one decode rank: those of a chunk, or one slab once more."""
 
-    key: tuple[int, int, int]
-    frames: list[Any]
-    num_bytes: int
-    buffer: Bytes | None = None
-    is_lent: bool = False
-    num_resends: int = 0
-    is_last: bool = False
-    as_slab: Delivery | None = None
+    room: int
+    fence: Fence  # closed when the pages may go to another request
+    parcels: Iterator[Parcel]  # made one by one, once ``is_computed`` allows it
+    is_computed: Callable[[], bool] | None = None
 
 
 @dataclass(eq=False, slots=True)
-class Delivery:
-    """A chunk on its way to one decode rank."""
+class Parcel:
+    """One message that awaits its confirmation. ``num_bytes`` is its share of the credit;
+    ``frames`` are empty once its room is gone. ``buffer`` was borrowed. ``again`` makes the message
+    once more, as a slab of the pages' bytes; None for ``Last``."""
 
-    opened: Open
-    chunk: Chunk
-    fence: Fence
-    parcels: Iterator[Parcel] | None = None
+    key: Key
+    frames: list[Any]
+    num_bytes: int
+    buffer: Bytes | None = None
+    named_bytes: int = 0  # of pages that the receiver reads itself
+    again: Callable[[], Delivery] | None = None
+    num_resends: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.again is None
 
 
 @dataclass(slots=True)
@@ -113,19 +130,23 @@ class RoomShare:
     """What of a queue is one room's, so that the end of a room costs only its own messages."""
 
     deliveries: list[Delivery] = field(default_factory=list)
-    unconfirmed: set[tuple[int, int, int]] = field(default_factory=set)
-    num_sent: dict[int, int] = field(default_factory=dict)  # by generation
+    unconfirmed: set[Key] = field(default_factory=set)
+    num_made: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class Gathering:
-    """A slab whose pages are on their way into its buffer; ``wait`` returns once they are there."""
+@dataclass(frozen=True, slots=True)
+class SlabSource:
+    """Pages of one component of a chunk, from which slabs are cut. ``placed``: ``pages``, as
+    ``memory`` wants them."""
 
-    key: tuple[int, int, int]
-    spec: SlabSpec
-    used: Sequence[Pair]
-    buffer: Bytes
-    wait: Callable[[], None]
+    opened: Open
+    fence: Fence
+    component: int
+    memory: PagedMemory
+    pairs: Sequence[Pair]
+    start: int
+    pages: Pages
+    placed: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +159,15 @@ class SlabSpec:
     start: int
     num_pages: int
     num_bytes: int
+
+
+class Gathering(NamedTuple):
+    """A slab whose pages are on their way into its buffer; ``wait`` returns once they are there."""
+
+    key: Key
+    spec: SlabSpec
+    buffer: Bytes
+    wait: Callable[[], None]
 
 
 class SlabBuffers:
@@ -169,54 +199,48 @@ class SendQueue:
 
     memories: Memories
     pairs: Sequence[Pair]
-    page_size: int
+    layout: KVLayout
     tagger: Tagger
     buffers: SlabBuffers
     credit_bytes: int
-    codec: WireCodec | None = None
-    pull_tagger: Tagger | None = None  # while the receiver can read this process's memory
+    reader: Tagger | None = None  # of messages that name pages, while decode can read this process
     queue: deque[Delivery] = field(default_factory=deque)
-    unconfirmed: dict[tuple[int, int, int], Parcel] = field(default_factory=dict)
+    unconfirmed: dict[Key, Parcel] = field(default_factory=dict)
     rooms: defaultdict[int, RoomShare] = field(default_factory=lambda: defaultdict(RoomShare))
-    returned: deque[Parcel] = field(default_factory=deque)  # to be sent again
     quiet_since: float = 0.0
     awaits_compute: bool = False
 
     def add_chunk(self, opened: Open, chunk: Chunk, fence: Fence) -> None:
-        delivery = Delivery(opened, chunk, fence)
+        parcels = self._parcels(opened, chunk, fence)
+        delivery = Delivery(opened.room, fence, parcels, chunk.is_computed)
         self.queue.append(delivery)
         self.rooms[opened.room].deliveries.append(delivery)
 
     def next_parcel(self) -> Parcel | None:
         """The next message to send, gathered now; None without a message or without credit."""
         self.awaits_compute = False
-        if self.returned:
-            return self.returned.popleft()
         while self.queue and self.credit_bytes > 0 and len(self.unconfirmed) < MAX_UNCONFIRMED:
             delivery = self.queue[0]
-            if delivery.parcels is None:
-                is_computed = delivery.chunk.is_computed
-                if is_computed is not None and not is_computed():
-                    self.awaits_compute = True
-                    return None
-                delivery.parcels = self._parcels(delivery)
+            if delivery.is_computed is not None and not delivery.is_computed():
+                self.awaits_compute = True
+                return None
             parcel = next(delivery.parcels, None)
-            if parcel is not None:
+            # After its pages were read: they may be another request's already.
+            if parcel is not None and delivery.fence.is_open:
                 return parcel
             self.queue.popleft()
-            self.rooms[delivery.opened.room].deliveries.remove(delivery)
+            self.rooms[delivery.room].deliveries.remove(delivery)
         return None
 
     def mark_sent(self, parcel: Parcel, now: float) -> None:
         """Note that a message went out: it is unconfirmed from here on."""
         if not self.unconfirmed:
             self.quiet_since = now
-        if parcel.key not in self.unconfirmed:
-            self.credit_bytes -= parcel.num_bytes
-            self.unconfirmed[parcel.key] = parcel
-            self.rooms[parcel.key[0]].unconfirmed.add(parcel.key)
+        self.credit_bytes -= parcel.num_bytes
+        self.unconfirmed[parcel.key] = parcel
+        self.rooms[parcel.key[0]].unconfirmed.add(parcel.key)
 
-    def confirm(self, key: tuple[int, int, int], now: float) -> Parcel | None:
+    def confirm(self, key: Key, now: float) -> Parcel | None:
         """Note that a message arrived, or that the receiver has dropped its room. Returns None for
         a message that is not under way."""
         is_oldest = next(iter(self.unconfirmed), None) == key
@@ -229,30 +253,24 @@ class SendQueue:
         if is_oldest:  # an overtaken message may be lost, however busy the rest is
             self.quiet_since = now
         self.credit_bytes += parcel.num_bytes
-        if parcel.is_lent and parcel.buffer is not None and not parcel.num_resends:
+        if parcel.buffer is not None:
             self.buffers.return_buffer(parcel.buffer)
-        parcel.buffer = None
+            parcel.buffer = None
         return parcel
 
-    def resend(self, key: tuple[int, int, int], now: float) -> bool:
-        """Send a message again. Returns False if that was tried too often, or is impossible."""
-        parcel = self.unconfirmed.get(key)
-        if parcel is None:
+    def resend(self, key: Key, now: float) -> bool:
+        """Send a message again, which the receiver got and cannot use. Returns False if that was
+        tried too often, or is impossible."""
+        parcel = self.confirm(key, now)
+        if parcel is None or not parcel.frames:
             return True
-        if not parcel.frames:
-            self.confirm(key, now)
-            return True
-        if parcel.as_slab is not None:  # a buffer takes more credit than a pull did
-            self.pull_tagger = None
-            self.confirm(key, now)
-            self.queue.appendleft(parcel.as_slab)
-            self.rooms[key[0]].deliveries.append(parcel.as_slab)
-            return True
-        parcel.num_resends += 1
-        if parcel.num_resends > MAX_RESENDS or parcel.buffer is None:
-            self.confirm(key, now)  # it was received, so its credit is free
+        if parcel.again is None or parcel.num_resends == MAX_RESENDS:
             return False
-        self.returned.append(parcel)
+        if parcel.named_bytes:
+            self.reader = None
+        delivery = parcel.again()
+        self.queue.appendleft(delivery)
+        self.rooms[key[0]].deliveries.append(delivery)
         return True
 
     def drop_room(self, room: int) -> None:
@@ -263,146 +281,97 @@ class SendQueue:
             return
         for delivery in share.deliveries:
             self.queue.remove(delivery)
-        for parcel in [parcel for parcel in self.returned if parcel.key[0] == room]:
-            self.returned.remove(parcel)
-            if self.unconfirmed.pop(parcel.key, None) is not None:
-                self.credit_bytes += parcel.num_bytes
-                share.unconfirmed.discard(parcel.key)
         for key in share.unconfirmed:
             parcel = self.unconfirmed[key]
             if parcel.is_last:  # confirmed only for a room that is complete
                 del self.unconfirmed[key]
             else:
-                parcel.frames, parcel.buffer, parcel.as_slab = [], None, None
+                parcel.frames, parcel.buffer = [], None
 
-    def _parcels(self, delivery: Delivery) -> Iterator[Parcel]:
-        opened, chunk = delivery.opened, delivery.chunk
+    def _parcels(self, opened: Open, chunk: Chunk, fence: Fence) -> Iterator[Parcel]:
         num_pages = max(0, min(len(chunk.pages), opened.num_pages - chunk.start))
         pages = np.asarray(chunk.pages[:num_pages], np.int32)
+        memory = self.memories.kv
         if chunk.is_computed is not None:
-            check_pages(self.memories.kv, pages, "the scheduler")
-        tagger = self.pull_tagger
-        if tagger is not None and self.memories.kv.is_host and _are_whole(self.pairs):
-            parcels = self._pulls(delivery, pages, tagger)
+            check_pages(memory.buffers, pages, "the scheduler")
+        source = SlabSource(
+            opened, fence, KV_COMPONENT, memory, self.pairs, chunk.start, pages, memory.place(pages)
+        )
+        if self.reader is not None and memory.is_host and _are_whole(self.pairs):
+            yield from self._named(source, self.reader)
         else:
-            parcels = self._slabs(
-                opened, KV_COMPONENT, self.memories.kv, self.pairs, chunk.start, pages
-            )
-        yield from _while_open(delivery.fence, parcels)
-        if not chunk.is_last:
-            return
-        for component, rows in enumerate(chunk.state_rows):
+            yield from self._slabs(source, self._cut(source))
+        for component, rows in enumerate(chunk.state_rows if chunk.is_last else ()):
             if rows is not None and len(rows):
                 memory = self.memories.states[component]
-                parcels = self._slabs(
-                    opened, component, memory, whole_pairs(memory.buffers), 0, rows
-                )
-                yield from _while_open(delivery.fence, parcels)
-        yield from _while_open(delivery.fence, iter([self._last(opened, chunk)]))
+                pairs, placed = whole_pairs(memory.buffers), memory.place(rows)
+                source = SlabSource(opened, fence, component, memory, pairs, 0, rows, placed)
+                yield from self._slabs(source, self._cut(source))
+        if chunk.is_last:
+            yield self._last(opened, chunk)
+
+    def _cut(self, source: SlabSource) -> Iterator[tuple[Key, SlabSpec]]:
+        page_size = self.layout.page_size if source.component == KV_COMPONENT else 1
+        sizes = [pair.page_bytes for pair in source.pairs]
+        for spec in cut_slabs(len(source.pages), sizes, page_size):
+            yield self._next_key(source.opened), spec
 
     def _slabs(
-        self,
-        opened: Open,
-        component: int,
-        memory: PagedMemory,
-        pairs: Sequence[Pair],
-        start: int,
-        pages: Pages,
+        self, source: SlabSource, cuts: Iterable[tuple[Key, SlabSpec]], num_resends: int = 0
     ) -> Iterator[Parcel]:
-        sizes = [pair.page_bytes for pair in pairs]
-        page_size = self.page_size if component == KV_COMPONENT else 1
-        placed = memory.place(pages)
         begun = None
-        for spec in cut_slabs(len(pages), sizes, page_size):
-            key, buffer = self._next_key(opened), self.buffers.borrow_buffer(spec.num_bytes)
-            following = self._begin(key, memory, pairs, spec, placed, buffer)
+        for key, spec in cuts:
+            following = self._begin(source, key, spec)
             if begun is not None:  # a device copies the next slab while this one is sent
-                yield self._slab_parcel(begun, component, start)
+                yield self._slab(source, begun, num_resends)
             begun = following
         if begun is not None:
-            yield self._slab_parcel(begun, component, start)
+            yield self._slab(source, begun, num_resends)
 
-    def _begin(
-        self,
-        key: tuple[int, int, int],
-        memory: PagedMemory,
-        pairs: Sequence[Pair],
-        spec: SlabSpec,
-        placed: Any,
-        buffer: Bytes,
-    ) -> Gathering:
-        """Begin to gather a slab of the chunk whose pages are ``placed`` into ``buffer``."""
-        used = pairs[spec.first_pair : spec.first_pair + spec.num_pairs]
-        pieces = [pair.source_piece for pair in used]
-        part = placed[spec.start : spec.start + spec.num_pages]
-        wait = memory.begin_gather(pieces, part, buffer[: spec.num_bytes])
-        return Gathering(key, spec, used, buffer, wait)
+    def _again(self, source: SlabSource, key: Key, spec: SlabSpec, num_resends: int) -> Delivery:
+        parcels = self._slabs(source, [(key, spec)], num_resends)
+        return Delivery(source.opened.room, source.fence, parcels)
 
-    def _slab_parcel(self, begun: Gathering, component: int, start: int) -> Parcel:
-        frames, buffer = self._slab(begun, component, start), begun.buffer
-        payload: Bytes = frames[-1]
-        if payload.base is buffer:
-            return Parcel(begun.key, frames, buffer.nbytes, buffer, is_lent=True)
-        self.buffers.return_buffer(buffer)  # encoded: the pages' bytes are no longer needed
-        return Parcel(begun.key, frames, payload.nbytes, payload)
-
-    def _slab(self, begun: Gathering, component: int, start: int) -> list[Any]:
-        """The frames of a slab, once its pages are in its buffer."""
-        spec, used = begun.spec, begun.used
-        begun.wait()
-        payload = begun.buffer[: spec.num_bytes]
-        number = PLAIN
-        if self.codec is not None and component == KV_COMPONENT:
-            encoded = self.codec.encode(payload, used, spec.num_pages)
-            if encoded is not None:
-                payload, number = encoded, self.codec.number
-        header = encode(
-            Slab(
-                *begun.key,
-                component,
-                spec.first_pair,
-                spec.num_pairs,
-                start + spec.start,
-                spec.num_pages,
-                number,
-                spec.num_bytes,
-                xxhash.xxh3_64_intdigest(payload.data),
-            )
-        )
-        return [VERSION_FRAME, header, self.tagger.tag(header), payload]
-
-    def _pulls(self, delivery: Delivery, pages: Pages, tagger: Tagger) -> Iterator[Parcel]:
-        start, fence = delivery.chunk.start, delivery.fence
-        sizes = [pair.page_bytes for pair in self.pairs]
-        for spec in cut_slabs(len(pages), sizes, self.page_size, MAX_PULL_BYTES):
-            key = self._next_key(delivery.opened)
-            header = encode(
-                Pull(
-                    *key,
-                    spec.first_pair,
-                    spec.num_pairs,
-                    start + spec.start,
-                    spec.num_pages,
-                    fence.address,
-                    fence.value,
-                )
-            )
-            part = pages[spec.start : spec.start + spec.num_pages]
-            numbers = part.astype("<i4").tobytes()
-            frames = [VERSION_FRAME, header, tagger.tag(header, numbers), numbers]
-            parcel = Parcel(key, frames, spec.num_bytes // PULL_SHARE)
-            instead = _while_open(fence, self._instead_of_pull(key, spec, start, pages))
-            parcel.as_slab = replace(delivery, parcels=instead)
-            yield parcel
-
-    def _instead_of_pull(
-        self, key: tuple[int, int, int], spec: SlabSpec, start: int, pages: Pages
-    ) -> Iterator[Parcel]:
-        """The pages that the receiver could not read, as a slab."""
-        memory = self.memories.kv
+    def _begin(self, source: SlabSource, key: Key, spec: SlabSpec) -> Gathering:
+        """Begin to gather the pages of a slab into a buffer."""
         buffer = self.buffers.borrow_buffer(spec.num_bytes)
-        begun = self._begin(key, memory, self.pairs, spec, memory.place(pages), buffer)
-        yield self._slab_parcel(begun, KV_COMPONENT, start)
+        pieces = [pair.source_piece for pair in _used(source, spec)]
+        placed = source.placed[spec.start : spec.start + spec.num_pages]
+        wait = source.memory.begin_gather(pieces, placed, buffer[: spec.num_bytes])
+        return Gathering(key, spec, buffer, wait)
+
+    def _slab(self, source: SlabSource, begun: Gathering, num_resends: int) -> Parcel:
+        """The message of a slab, once its pages are in its buffer."""
+        key, spec, buffer, wait = begun
+        wait()
+        payload, form = buffer[: spec.num_bytes], PLAIN
+        codec = None
+        if source.component == KV_COMPONENT:
+            codec = slab_codec(self.layout, _used(source, spec), spec.num_pages)
+        if codec is not None:
+            encoded = copied(codec.encode((payload.data,)))
+            if encoded.nbytes <= (1 - MIN_SAVING) * payload.nbytes:
+                payload, form = encoded, ENCODED
+        header = _header(source, key, spec, form, payload.data)
+        frames = [VERSION_FRAME, header, self.tagger.tag(header), payload]
+        parcel = Parcel(key, frames, payload.nbytes, num_resends=num_resends)
+        parcel.again = partial(self._again, source, key, spec, num_resends + 1)
+        if form == PLAIN:
+            parcel.num_bytes, parcel.buffer = buffer.nbytes, buffer
+        else:  # the pages' bytes are no longer needed
+            self.buffers.return_buffer(buffer)
+        return parcel
+
+    def _named(self, source: SlabSource, tagger: Tagger) -> Iterator[Parcel]:
+        """Messages that say where pages are, for a decode rank that reads this process's memory."""
+        fence = source.fence
+        for key, spec in self._cut(source):
+            part = source.pages[spec.start : spec.start + spec.num_pages]
+            payload = WHERE.pack(fence.address, fence.value) + part.astype("<i4").tobytes()
+            header = _header(source, key, spec, NAMED, payload)
+            frames = [VERSION_FRAME, header, tagger.tag(header, payload), payload]
+            again, size = partial(self._again, source, key, spec, 1), spec.num_bytes
+            yield Parcel(key, frames, size // NAMED_SHARE, named_bytes=size, again=again)
 
     def _last(self, opened: Open, chunk: Chunk) -> Parcel:
         rows = []
@@ -413,14 +382,13 @@ class SendQueue:
                 self.memories.aux.gather(index, row, None, out)
                 rows.append(out.tobytes())
         key = self._next_key(opened)
-        header = encode(Last(key[0], key[1], key[2], rows))
-        return Parcel(key, [VERSION_FRAME, header, self.tagger.tag(header)], 0, is_last=True)
+        header = encode(Last(*key, rows))
+        return Parcel(key, [VERSION_FRAME, header, self.tagger.tag(header)], 0)
 
-    def _next_key(self, opened: Open) -> tuple[int, int, int]:
-        num_sent = self.rooms[opened.room].num_sent
-        number = num_sent.get(opened.generation, 0)
-        num_sent[opened.generation] = number + 1
-        return opened.room, opened.generation, number
+    def _next_key(self, opened: Open) -> Key:
+        share = self.rooms[opened.room]
+        share.num_made += 1
+        return opened.room, opened.generation, share.num_made - 1
 
 
 def cut_slabs(
@@ -449,12 +417,14 @@ def cut_slabs(
             first = end
 
 
-def _while_open(fence: Fence, parcels: Iterator[Parcel]) -> Iterator[Parcel]:
-    """Stops when a room is closed while its pages are read: they may go to another request."""
-    for parcel in parcels:
-        if not fence.is_open:
-            return
-        yield parcel
+def _used(source: SlabSource, spec: SlabSpec) -> Sequence[Pair]:
+    return source.pairs[spec.first_pair : spec.first_pair + spec.num_pairs]
+
+
+def _header(source: SlabSource, key: Key, spec: SlabSpec, form: int, payload: Any) -> bytes:
+    start = source.start + spec.start
+    cut = spec.first_pair, spec.num_pairs, start, spec.num_pages
+    return encode(Slab(*key, source.component, *cut, form, xxhash.xxh3_64_intdigest(payload)))
 
 
 def _are_whole(pairs: Sequence[Pair]) -> bool:

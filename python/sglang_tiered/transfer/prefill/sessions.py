@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,7 @@ from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.messages import VERSION_FRAME
 from sglang_tiered.transfer.prefill.send_queue import SendQueue, SlabBuffers
-from sglang_tiered.transfer.same_host import MAX_GUESTS, Door, Guest
-from sglang_tiered.transfer.wire_codec import make_codec
+from sglang_tiered.transfer.same_host import Door
 from sglang_tiered.wire.keys import (
     SESSION_DOMAIN,
     Tagger,
@@ -59,7 +57,7 @@ class DecodePeer:
     num_heard: int = 0  # control messages since Hello, both ways; pings are not counted
     num_sent: int = 0
     links: list[bytes | None] = field(default_factory=list)
-    guest: Guest | None = None  # while it may read this process's memory
+    is_reader: bool = False  # it may read this process's memory
 
     @property
     def is_joined(self) -> bool:
@@ -85,19 +83,16 @@ class DecodePeers:
         keys: Keys | None,
     ) -> None:
         self._layout = layout
-        self._codec = make_codec(layout)
         self._memories = memories
         self._rank = rank
         self._settings = settings
         self._keys = keys
         self._instance = secrets.token_bytes(16)
         self.door: Door | None = None
-        self._guests: set[Guest] = set()  # that have not sent their session's token yet
         self._buffers = SlabBuffers(memories.kv.new_buffer)
-        self._by_identity: dict[bytes, DecodePeer] = {}
+        self._by_identity: dict[bytes, DecodePeer] = {}  # in the order of their turns
         self._by_token: dict[bytes, DecodePeer] = {}
         self._by_link: dict[bytes, DecodePeer] = {}
-        self._turns: deque[DecodePeer] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
             io_threads=max(1, settings.num_connections)
         )
@@ -134,18 +129,10 @@ class DecodePeers:
         """The sessions that a Hello ends: those of the same process or connection."""
         return [peer for peer in self if peer.instance == instance or peer.identity == identity]
 
-    def is_reachable(self, peer: DecodePeer) -> bool:
-        """Send a Pong. Returns False once the connection is gone."""
-        return self.send(peer.identity, messages.Pong(peer.num_sent))
-
-    def take_turns(self) -> Iterator[DecodePeer]:
-        """Each peer that can be sent to and has something to send, once; the first is the last the
-        next time."""
-        for _ in range(len(self._turns)):
-            peer = self._turns[0]
-            self._turns.rotate(-1)
-            if (peer.sending.queue or peer.sending.returned) and peer.is_joined:
-                yield peer
+    def put_last(self, peer: DecodePeer) -> None:
+        """Have the others come before this one, which was sent to."""
+        if self._by_identity.pop(peer.identity, None) is not None:
+            self._by_identity[peer.identity] = peer
 
     def admit(self, identity: bytes, hello: messages.Hello, now: float) -> DecodePeer:
         """Open a session and send its Welcome. Raises ``TransferError`` for a layout that cannot be
@@ -154,22 +141,20 @@ class DecodePeers:
         sending = SendQueue(
             self._memories,
             pair_buffers(self._layout, hello.layout),
-            self._layout.page_size,
+            self._layout,
             tagger,
             self._buffers,
             min(hello.window_bytes, self._settings.window_bytes),
-            self._codec,
         )
         token = secrets.token_bytes(messages.TOKEN_BYTES)
         links: list[bytes | None] = [None] * self._settings.num_connections
         server = printable(hello.server)
         peer = DecodePeer(identity, hello.instance, server, token, tagger, sending, now, now)
         peer.links = links
-        door = self.door.name if self.door is not None and hello.is_same_host else None
+        door = None if self.door is None else self.door.name
         self._by_identity[identity] = self._by_token[token] = peer
         if self._keys is not None:
             self._passwords[token.hex()] = password_of(key)
-        self._turns.append(peer)
         self.send(
             identity,
             messages.Welcome(
@@ -185,37 +170,15 @@ class DecodePeers:
         )
         return peer
 
-    def accept_guests(self) -> Iterator[Guest]:
-        """The guests that have come; pass each to ``admit_guest`` once it is readable. Raises
-        ``OSError`` while no connection can be accepted."""
-        for _ in range(MAX_GUESTS):
-            guest = self.door.accept() if self.door is not None else None
-            if guest is None:
-                return
-            if len(self._guests) >= MAX_GUESTS:
-                guest.close()
-                continue
-            self._guests.add(guest)
-            yield guest
-
-    def admit_guest(self, guest: Guest) -> bool:
-        """Let a guest's process read this process's pages, until the session ends, if it knows the
-        session's token; else close it. Returns False if it has sent nothing yet."""
-        token = guest.read_token()
-        if token is None:
-            return False
-        self._guests.discard(guest)
-        peer = self._by_token.get(token)
-        if peer is None or peer.guest is not None:
-            guest.close()
-            return True
-        tagger = guest.offer_buffers(self._memories.kv.buffers)
-        if tagger is None:
-            guest.close()
-            return True
-        peer.guest = guest
-        peer.sending.pull_tagger = tagger
-        return True
+    def serve_door(self) -> None:
+        """Let each process that has come and knows its session's token read this process's pages,
+        until the session ends."""
+        assert self.door is not None
+        for token, pid, address in self.door.visits():
+            peer = self._by_token.get(token)
+            if peer is not None and not peer.is_reader:
+                peer.sending.reader = self.door.admit(pid, address, self._memories.kv.buffers)
+                peer.is_reader = peer.sending.reader is not None
 
     def join(self, link: bytes, message: messages.Join) -> bool:
         """Assign a data connection to its session. Returns False if its proof is wrong."""
@@ -239,12 +202,8 @@ class DecodePeers:
         self._passwords.pop(peer.token.hex(), None)
         for link in peer.links:
             self._by_link.pop(link or b"", None)
-        if peer.guest is not None and self.door is not None:
-            peer.guest.close()
-            if all(other.guest is None for other in self):
-                self.door.revoke_permission()
-        with contextlib.suppress(ValueError):
-            self._turns.remove(peer)
+        if peer.is_reader and self.door is not None and not any(one.is_reader for one in self):
+            self.door.revoke_permission()
         return True
 
     def send(self, identity: bytes, message: Any) -> bool:
@@ -263,13 +222,10 @@ class DecodePeers:
         """Close the sockets, after their last use."""
         if self._guard is not None:
             self._guard.stop()
-        readers = [peer.guest for peer in self if peer.guest is not None]
         if self.door is not None:
-            if readers:
+            if any(peer.is_reader for peer in self):
                 self.door.revoke_permission()
             self.door.close()
-        for guest in (*self._guests, *readers):
-            guest.close()
         self._context.destroy(linger=0)
 
     def _bind(

@@ -210,6 +210,19 @@ def test_silent_machine_leaves_threads_to_others(manager: Any) -> None:
     assert not manager.bootstrap_client._asked
 
 
+def test_servers_named_without_end_are_not_queued(manager: Any) -> None:
+    """What waited to be looked up grew with them."""
+    answer, client = threading.Event(), manager.bootstrap_client
+    client._check_is_allowed = lambda _: answer.wait(20)
+    servers = [f"127.0.0.1:{port}" for port in range(1, 1001)]
+    for server in servers:
+        assert not client.ensure_known(server)
+    assert len(client._running) == bootstrap_client.MAX_LOOKUPS
+    answer.set()
+    asked_again = servers[-1]
+    eventually(lambda: client.ensure_known(asked_again) or failure_of(manager, asked_again))
+
+
 def test_least_recently_used_server_is_forgotten(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,33 +91,48 @@ def test_second_request_leaves_a_taken_room_alone(kind: type[Any]) -> None:
         assert first.poll() == KVPoll.Success
         first.clear()
         assert second.poll() == KVPoll.Failed
+        manager.room_dropped(ROOM)
         third = kind(manager, SERVER, ROOM)
         assert third.poll() == KVPoll.Bootstrapping, "the number is free again"
 
 
-def test_aborted_request_gives_its_room_back() -> None:
-    """SGLang only aborts what waits or is computed, and asks no more of it: its number answered 500
-    for ever, and what is kept of a room grew."""
-    manager = manager_of(ZmqKVSender)
+@pytest.mark.parametrize("aborts", [False, True])
+@BOTH
+def test_late_word_of_an_ended_room_harms_none(kind: type[Any], aborts: bool) -> None:
+    """The next request of its number failed, or what is kept of a room grew."""
+    manager = manager_of(kind)
     with get_parallel().override(num_dp_ranks=1):
-        first = ZmqKVSender(manager, SERVER, ROOM)
+        first = kind(manager, SERVER, ROOM)
+        manager.room_failed(ROOM, "the first reason")
+        if aborts and kind is ZmqKVSender:  # after which SGLang asks no more of it
+            first.abort()
+        said = reason_of(first).failure_reason
+        assert said == "the first reason" or aborts
+        early = kind(manager, SERVER, ROOM)
+        assert "draw another number" in reason_of(early).failure_reason, "of the first may be said"
+        manager.failure_records[ROOM] = "of a check just before it was cleared"
+        manager.request_status[ROOM] = KVPoll.WaitingForInput  # likewise
         manager.req_to_decode_prefix_len[ROOM] = 3
-        first.abort()
-        late = ZmqKVSender(manager, SERVER, ROOM)
-        assert late.poll() == KVPoll.Failed, "the endpoint may still speak of the first"
-        assert "draw another number" in reason_of(late).failure_reason
-        manager.room_sent(ROOM)
-        manager.update_status(ROOM, KVPoll.WaitingForInput)  # as of a check just before the abort
         manager.room_dropped(ROOM)
         assert not manager.request_status and not manager.failure_records
-        assert not manager.req_to_decode_prefix_len
-        second = ZmqKVSender(manager, SERVER, ROOM)
-        assert first.poll() == KVPoll.Failed, "it may still be in a queue"
-        for _ in range(2):
-            assert reason_of(first).failure_reason == "Aborted by AbortReq."
+        assert kind is ZmqKVReceiver or not manager.req_to_decode_prefix_len
+        last = kind(manager, SERVER, ROOM)
         first.abort()
         first.clear()
-        assert second.poll() == KVPoll.Bootstrapping, "the number is another request's"
+        assert reason_of(first).failure_reason == said, "it may still be in a queue"
+        assert last.poll() == KVPoll.Bootstrapping, "the number is another request's"
+
+
+def test_prefill_found_late_hears_of_the_right_room() -> None:
+    """Of a request that ended before its prefill server was known."""
+    manager = manager_of(ZmqKVReceiver)
+    receiver = ZmqKVReceiver(manager, SERVER, ROOM)
+    manager.room_failed(ROOM, "no time left")
+    assert reason_of(receiver).failure_reason == "no time left"
+    (_, tell), _ = manager.bootstrap_client.call_with_ranks.call_args
+    tell([("192.0.2.1", 2)])
+    (room, (target,), reason), _ = manager.endpoint.abort_room.call_args
+    assert (room, target.address, reason) == (ROOM, ("192.0.2.1", 2), "no time left")
 
 
 def test_late_page_numbers_are_read_once_written() -> None:

@@ -17,7 +17,13 @@ import numpy as np
 import prometheus_client
 import pytest
 import requests
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVReceiver
+import torch
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVReceiver,
+    KVTransferError,
+)
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_context, get_parallel
 
@@ -25,7 +31,11 @@ from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode, TransferConfig
 from sglang_tiered.integration.disaggregation.handoffs import Handoffs, WeightUpdate
-from sglang_tiered.integration.disaggregation.manager import ZmqKVSender, make_manager
+from sglang_tiered.integration.disaggregation.manager import (
+    ZmqKVReceiver,
+    ZmqKVSender,
+    make_manager,
+)
 from sglang_tiered.integration.hooks import _after_decode_queue
 from sglang_tiered.transfer.messages import Asked
 from sglang_tiered.wire.keys import make_keys
@@ -45,9 +55,11 @@ class Rank:
             "aux": np.zeros((1, PAGES, 64), np.uint8),
         }
         self.address = f"127.0.0.1:{bootstrap_port}"
+        self.has_metrics = True
         nvme = NvmeConfig(directory=str(folder), capacity_bytes=64 * MiB, region_bytes=4 * MiB)
         transfer = TransferConfig(keys_directory=str(folder / "keys"), model_name="m")
-        make_keys(folder / "keys")
+        if not (folder / "keys").exists():
+            make_keys(folder / "keys")
         self.handoffs = Handoffs(TieredConfig(mode=TierMode.NVME, nvme=nvme, transfer=transfer))
 
     def make(self, role: DisaggregationMode, replica: int = 0) -> Any:
@@ -63,7 +75,7 @@ class Rank:
             args[f"{name}_item_lens"] = [part[0].nbytes for part in buffers]
         for what in ("types", "item_lens", "data_ptrs", "data_lens"):
             args[f"state_{what}"] = []
-        server_args = SimpleNamespace(enable_metrics=True, enable_pd_role_switch=True)
+        server_args = SimpleNamespace(enable_metrics=self.has_metrics, enable_pd_role_switch=True)
         return make_manager(self.handoffs, SimpleNamespace(**args), role, server_args, False)
 
 
@@ -93,6 +105,46 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
         held.callback(CommonKVBootstrapServer("127.0.0.1", port).close)
         eventually(is_up)
         yield made
+
+
+@pytest.mark.parametrize("ends", ["done", "prefill_aborts", "decode_aborts"])
+def test_number_is_free_once_a_handoff_ended(rank: Rank, tmp_path: Path, ends: str) -> None:
+    """Through SGLang's own classes, on both roles."""
+    other = Rank(tmp_path, int(rank.address.split(":")[1]))
+    rank.has_metrics = other.has_metrics = False  # a process has one rank's series
+    rank.pools["kv"][:] = np.random.default_rng(1).integers(1, 256, rank.pools["kv"].shape)
+    room, managers = 7, (rank.make(PREFILL), other.make(DECODE))
+    prefill, decode = managers
+    decode.forward_stream = torch.get_device_module().current_stream()
+    with ExitStack() as held:
+        for manager in managers:
+            manager.arriving = Asked(b"", b"")
+            held.callback(manager.teardown)
+        eventually(lambda: decode.bootstrap_client.ensure_known(rank.address))
+        with get_parallel().override(num_dp_ranks=1):
+            sender = ZmqKVSender(prefill, rank.address, room)
+        receiver = ZmqKVReceiver(decode, rank.address, room)
+        receiver.init(0)
+        receiver.send_metadata(np.array([3, 4]), 1, [], 0)
+        eventually(lambda: sender.poll() == KVPoll.WaitingForInput)
+        sender.init(2, 5)
+        if ends == "done":
+            sender.send(np.array([7, 8]), [])
+        else:
+            (sender if ends == "prefill_aborts" else receiver).abort()
+        wanted = KVPoll.Success if ends == "done" else KVPoll.Failed
+        for end in (sender, receiver):
+            eventually(lambda end=end: end.poll() == wanted)
+            if wanted == KVPoll.Failed:
+                with pytest.raises(KVTransferError, match="(?i)abort|dropped"):
+                    end.failure_exception()
+            end.clear()
+        for manager in managers:
+            eventually(lambda manager=manager: manager.why_refused(room) is None)
+            assert not manager.request_status and not manager.failure_records
+            assert not manager.endpoint.num_rooms
+        sent, landed = rank.pools["kv"][:, [7, 8]], other.pools["kv"][:, [3, 4]]
+        assert np.array_equal(landed, sent if ends == "done" else np.zeros_like(sent))
 
 
 def threads() -> set[threading.Thread]:

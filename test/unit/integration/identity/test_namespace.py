@@ -257,9 +257,15 @@ def test_ranks_cut_otherwise_have_the_same_model(model: Path) -> None:
     with get_context().override_server_args(model_path=str(model)):
         parts = namespace.server_identity(storage_config())
         handed = namespace.handoff_identity(None, "bfloat16", with_draft=True)
-    geometry = {"tp", "pp", "attn_cp", "dcp", "replay"}
+    geometry = {"tp", "pp", "attn_cp", "dcp"}
     assert geometry <= parts.keys()
     assert handed.keys() - {"kv_format"} == parts.keys() - geometry - {"adapters"}
+
+
+def test_replay_of_windows_counts_in_a_handoff(handed: Identify) -> None:
+    """Decode without it took windows that prefill had not written for those of a whole prompt."""
+    replays = {value: handed(enable_decoder_swa_bounded_replay=value) for value in (None, 0, 1)}
+    assert replays[None] == replays[0] != replays[1]
 
 
 def test_draft_whose_kv_travels_counts(handed: Identify, tmp_path: Path) -> None:
