@@ -92,7 +92,8 @@ class TwoEngines(RuleBasedStateMachine):
         for job in jobs:
             for key, reason in zip(job.run.keys, finished(job), strict=True):
                 hears = self.looks[number] and key in unheard
-                assert reason in SERVED or (hears and reason is Reason.CANCELLED), reason
+                refuses = hears and reason in (Reason.CANCELLED, Reason.REJECTED)
+                assert reason in SERVED or refuses, reason
             stored = {
                 key
                 for key, reason in zip(job.run.keys, job.reasons, strict=True)

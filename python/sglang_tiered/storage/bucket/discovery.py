@@ -59,7 +59,6 @@ class Discovery:
         self._last_full = self._last_far = 0.0
         self._next_at = state.clock()
         self._pause = Backoff(state.clock)  # behind a pass that failed
-        self._tell_pause = Backoff(state.clock)  # behind an owner that failed: no pass waits
 
     def run(self) -> None:
         state = self._state
@@ -93,8 +92,9 @@ class Discovery:
         """Return the refreshes that the pass now due is for; None when the engine is closed."""
         state = self._state
         while True:
-            if not self._tell_pause.wait_s:
-                self._tell()
+            if not self._pause.wait_s:
+                self._sweep()
+            self._records.tell()  # an owner that came late, or that failed
             with state.lock:
                 if state.closed:
                     return None
@@ -108,16 +108,6 @@ class Discovery:
                     orders, state.refreshes = state.refreshes, []
                     return orders
                 state.discovery_ready.wait(wait_s)
-
-    def _tell(self) -> None:
-        """Tell what was erased to an owner that came late, or that failed."""
-        try:
-            self._sweep()
-            self._records.tell()
-            self._tell_pause.succeed()
-        except Exception:
-            self._tell_pause.fail()
-            logger.exception("internal error while telling of erasures; it is tried again")
 
     def _sweep(self, unseen_of: int | None = None) -> None:
         """Remove hidden pages from the index, and behind a full listing of a namespace what that
@@ -189,25 +179,20 @@ class Discovery:
             with state.lock:
                 self._check(epoch)
                 for each, name in named:
-                    if each.modified >= oldest_s or state.pins.is_wanted(name.key):
-                        self._learn(each, name, layout, full=full)
+                    is_young = each.modified >= oldest_s or state.pins.is_wanted(name.key)
+                    if is_young and self._is_good(each, name, layout):
+                        state.index.put(name, is_listed=True)
         if full:
             self._sweep(epoch)
         # A time to come, as of a file that was touched, says nothing of what is stored until then.
         return min(newest_s, state.wall_clock() + state.skew_s)
 
-    def _learn(self, listed: Listed, name: PageName, layout: Layout, *, full: bool) -> None:
-        """Enter a page that is alive and whole."""
+    def _is_good(self, listed: Listed, name: PageName, layout: Layout) -> bool:
+        """Return whether a page is alive and whole. Needs the lock."""
         state = self._state
+        is_whole = listed.size == name.length <= _MAX_BYTES and listed.path not in state.skipped
         page = layout.namespace, name.tenant, name.key, name.stamp
-        if state.erased.hides(*page):
-            # Only what a full listing shows: all servers hear of an erasure, and its own deletes.
-            if full and name.stamp < state.seen and state.erased.kills(*page):
-                state.doom(listed.path)
-        elif not state.awaits_record((name.key,), name.tenant):  # or it may be from before
-            is_whole = listed.size == name.length <= _MAX_BYTES
-            if is_whole and listed.path not in state.skipped:
-                state.index.put(name, is_listed=True)
+        return is_whole and not state.erased.hides(*page)
 
     # ---- Pins ----
 
@@ -228,8 +213,6 @@ class Discovery:
                 name = pins.found.get(path, ("", ""))[1] if found is None else found[0].name
                 if name in pins.ours:
                     continue
-                if found is not None and state.awaits_record(found[0].keys, found[0].tenant):
-                    continue  # it may be from before, and is read again
                 pins.found[path] = listed[path].tag, name
                 if pin is not None and found is not None:
                     pins.take_up(pin, found[1])

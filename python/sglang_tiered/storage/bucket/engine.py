@@ -253,11 +253,11 @@ class BucketEngine(TierEngine):
                 return
             state.namespace = namespace
             state.epoch += 1
+            state.learned = state.seen = 0  # of the new one other erasures count, too
             state.index.clear()
             state.pending.clear()
             state.skipped.clear()
             state.pins.clear()
-            state.untold.extend(state.elsewhere.pop(namespace, ()))
             state.discovery_ready.notify_all()
 
     def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:

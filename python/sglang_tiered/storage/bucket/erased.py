@@ -343,16 +343,15 @@ class _StampBounds:
 
 
 class BucketErasures:
-    """What is dead by the records that are known, and what other servers told without one so far.
-    The owner's lock guards every call. ``hides`` says more than ``kills``: what was told, and where
-    there were more keys than fit in memory, or a record that cannot be read. Rather miss pages than
-    serve what was erased; but only a record kills."""
+    """What is dead by the records that are known, and by erasures that have none so far. The
+    owner's lock guards every call. ``hides`` says more than ``kills``: where there were more keys
+    than fit in memory, or a record that cannot be read. Rather miss pages than serve what was
+    erased; but only what names a page kills it."""
 
     def __init__(self) -> None:
         self.top = 0  # the highest number
         self.known: dict[str, int] = {}  # numbers by names, of records that are wholly applied
-        self._recorded = _StampBounds()
-        self._told = _StampBounds()
+        self._bounds = _StampBounds()
         self._floor = 0
 
     @classmethod
@@ -368,27 +367,24 @@ class BucketErasures:
         self.top = max(self.top, record.number)
         folded = record.number
         if record.what is not None:
-            folded = self._recorded.note(record.what, record.namespace, record.number)
+            folded = self._bounds.note(record.what, record.namespace, record.number)
         self._floor = max(self._floor, folded)
 
-    def tell(self, what: Erasure, namespace: bytes) -> None:
-        """Hide what was told and has no record so far: that one will be behind all that are
-        known."""
-        self._floor = max(self._floor, self._told.note(what, namespace, self.top + 1))
+    def expect(self, what: Erasure, namespace: bytes) -> None:
+        """Note what has no record so far: that one will be behind all that are known."""
+        self._floor = max(self._floor, self._bounds.note(what, namespace, self.top + 1))
 
     def keep_only(self, lowest: int) -> None:
         """Drop what records below a number say: they were removed, and nothing is left of it."""
         self.known = {name: number for name, number in self.known.items() if number >= lowest}
-        for numbers in (self._recorded, self._told):
-            numbers.keep_only(lowest)
+        self._bounds.keep_only(lowest)
 
     def kills(self, namespace: bytes, tenant: bytes, key: bytes, stamp: int) -> bool:
-        """Return whether a page is dead by a record."""
-        return stamp < self._recorded.of(namespace, tenant, key)
+        """Return whether a page is dead by what names it."""
+        return stamp < self._bounds.of(namespace, tenant, key)
 
     def hides(self, namespace: bytes, tenant: bytes, key: bytes, stamp: int) -> bool:
-        told = self._told.of(namespace, tenant, key)
-        return stamp < max(self._floor, told) or self.kills(namespace, tenant, key, stamp)
+        return stamp < self._floor or self.kills(namespace, tenant, key, stamp)
 
 
 def _hash(key: bytes) -> int:

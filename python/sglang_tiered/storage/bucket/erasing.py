@@ -49,39 +49,23 @@ logger = logging.getLogger(__name__)
 _MAX_RENUMBERED = 16
 _MAX_LISTINGS = 8
 _TOLD_AT_ONCE = 64
-_DELETED_AT_ONCE = 1000
 
 
 def erase(state: BucketState, what: Erasure) -> Future[bool]:
-    """Hide pages; with ``spread`` the keeper makes it durable, for every server. Memory only."""
+    """Hide pages; with ``spread`` the keeper makes it durable, for every server: what another one
+    told, that does. Memory only."""
     with state.lock:
         if state.closed or what.is_empty:
             return ended(what.is_empty)
         if not what.spread:
-            _hide_told(state, what)
+            for each in what.pieces:
+                if each.id not in state.heard:
+                    state.hide_unrecorded(each)
             return ended(True)
         jobs = state.jobs.about(what)
         orders = [state.order(each) for each in what.records]
-        for order in orders:
-            state.hear(order.what.pieces, is_own=True)
-            for key in order.what.keys or ():
-                held = state.index.get(key)
-                if held is not None:
-                    order.pages.append(state.index.name_of(key, held).path(state.layout))
-            state.hide(order.what)
-            state.pins.erase(order.what)
         state.ask_keeper()
     return state.promises.watch(all_true([order.durable for order in orders], jobs))
-
-
-def _hide_told(state: BucketState, what: Erasure) -> None:
-    """Hide what another server told and makes durable; by its record that has been done. That one
-    will be behind all that are known, so what has the stamp of one of those may be from before."""
-    for each in what.pieces:
-        if each.id not in state.heard:
-            state.erased.tell(each, state.namespace)
-            state.pins.erase(each, state.erased.top + 1)
-            state.hide(each)
 
 
 class Records:
@@ -92,48 +76,57 @@ class Records:
         self._state = state
         self._requests = requests
         self._lock = threading.RLock()
+        self._pause = Backoff(state.clock)  # behind an owner that failed: nothing else waits
 
     def learn(self, *, full: bool = False) -> None:
         """Read what is new; ``full``: also what is gone. Raises ``BucketError``."""
         state = self._state
         with self._lock:
-            erased = state.erased  # its records are learned under this lock alone
-            after = 0 if full else state.seen  # below it none is missing
+            erased, epoch = state.erased, state.epoch  # learned under this lock alone
+            after = 0 if full else state.learned
             lowest = read_records(self._requests, self._apply, erased.known, after)
             with state.lock:
                 if full and lowest is not None:
                     erased.keep_only(lowest)
-                top = erased.top
+                if state.epoch == epoch:
+                    state.learned = erased.top
             self.tell()
-            with state.lock:
-                state.seen = max(state.seen, top)
 
     def _apply(self, record: Record) -> None:
         """Apply it piece by piece, as lookups wait for each; it is known once all are applied."""
         state, what = self._state, record.what
+        is_done = True
         for piece in (None,) if what is None else what.pieces:
             with state.lock:
-                state.apply(record._replace(what=piece))
-        with state.lock:
-            state.erased.known[record.name] = record.number
+                is_done = state.apply(record._replace(what=piece))
+        if is_done:
+            with state.lock:
+                state.erased.known[record.name] = record.number
 
     def tell(self) -> None:
-        """Tell the owner, many records at once: it writes to its disk."""
+        """Tell the owner, many records at once: it writes to its disk. Where it fails, it is told
+        again later, and what it stores until then is dead wherever that names it."""
         state = self._state
         with self._lock:
-            while True:
+            while not state.closed:
                 with state.lock:
                     told: OnErased | None = state.on_erased
-                    if told is None or not state.untold or state.closed:
+                    if told is None or not state.untold:
+                        state.catch_up()
                         return
                     num_records = min(len(state.untold), _TOLD_AT_ONCE)
                     batch = [state.untold.popleft() for _ in range(num_records)]
                 try:
-                    told(batch)
+                    if self._pause.is_over:
+                        told(batch)
+                        self._pause.succeed()
+                        continue
                 except BaseException:
-                    with state.lock:
-                        state.untold.extendleft(reversed(batch))
-                    raise
+                    self._pause.fail()
+                    logger.exception("internal error while telling of erasures; it is tried again")
+                with state.lock:
+                    state.untold.extendleft(reversed(batch))
+                return
 
 
 class Keeper:
@@ -152,10 +145,10 @@ class Keeper:
             if orders is None:
                 return
             are_erased = self._tried(self._erase, orders)
-            are_done = [self._tried(self._settle_pins), self._tried(self._delete_doomed)]
+            are_settled = self._tried(self._settle_pins)
             for order in orders:  # all that was asked before is durable too, or none
                 keep(order.durable, are_erased)
-            if are_erased and all(are_done):
+            if are_erased and are_settled:
                 self._backoff.succeed()
             else:
                 self._backoff.fail()
@@ -178,7 +171,7 @@ class Keeper:
             while True:
                 if state.closed:
                     return None
-                has_work = bool(state.orders or state.pins.unsettled or state.doomed)
+                has_work = bool(state.orders or state.pins.unsettled)
                 pauses_s = self._backoff.wait_s
                 if state.is_asked or (has_work and not pauses_s):
                     state.is_asked = False
@@ -190,15 +183,18 @@ class Keeper:
     def _erase(self, orders: list[PendingErasure]) -> None:
         """Make erasures durable, and those that are asked for while their records are written: what
         is listed of tenants and namespaces goes, once for all. Of single pages those go that are
-        known to any server, and others with the next full listing. Raises ``BucketError``."""
+        known here, and others with the next collector. Raises ``BucketError``."""
         if not orders:
             return
         state = self._state
-        self._record([order for order in orders if not order.number])
-        with state.lock:  # asked for meanwhile
+        new = [order for order in orders if not order.number]
+        if new:
+            self._number(new)
+        with state.lock:
             late = [order for order in state.orders if not order.number]
-        self._record(late)
-        orders += late
+        if late:
+            self._number(late)
+            orders += late
         with state.lock:  # a store under way may still arrive
             under_way = [upload for upload in state.uploading if upload.dropped]
             state.upload_done.wait_for(
@@ -214,17 +210,8 @@ class Keeper:
         for namespace in everywhere | {order.namespace for order in orders}:
             self._clean_pins(Layout(namespace))
         with state.lock:
-            state.end(orders)
-
-    def _record(self, orders: Sequence[PendingErasure]) -> None:
-        """Write records, and let go of the stores behind them. Raises ``BucketError``."""
-        if not orders:
-            return
-        try:
-            self._number(orders)
-        finally:
-            with self._state.lock:
-                self._state.release(orders)
+            for order in orders:
+                del state.orders[order]
 
     def _number(self, orders: Sequence[PendingErasure]) -> None:
         """Write records behind all that are there, one after another: who knows of one must know
@@ -255,6 +242,7 @@ class Keeper:
                 with state.lock:
                     for order in orders:
                         order.number = ours[-1].number  # all of them are known to who has that one
+                self._records.tell()
                 return
         raise BucketError(Failure.UNAVAILABLE, "put came late again and again")
 
@@ -291,16 +279,6 @@ class Keeper:
             pin = alive(*found, state.erased, layout.namespace)
         return write_changed(self._requests, listed, found, pin)
 
-    def _delete_doomed(self) -> None:
-        state = self._state
-        with state.lock:
-            paths = list(state.doomed)[:_DELETED_AT_ONCE]
-        if paths:
-            self._requests.delete(paths)
-            with state.lock:
-                for path in paths:
-                    state.doomed.pop(path, None)
-
     # ---- Pins ----
 
     def _settle_pins(self) -> None:
@@ -311,7 +289,8 @@ class Keeper:
             layout, changes = state.layout, dict(state.pins.unsettled)
         for name, change in changes.items():
             try:
-                self._settle_pin(layout, name, change)
+                if not self._settle_pin(layout, name, change):
+                    failed = BucketError(Failure.UNAVAILABLE, "put awaits the record of an erasure")
             except BaseException as error:  # a panic of the library is no Exception
                 failed = error
                 with state.lock:
@@ -319,15 +298,16 @@ class Keeper:
         if failed is not None:
             raise failed
 
-    def _settle_pin(self, layout: Layout, name: str, change: PinChange) -> None:
-        """Write the pin in force, or delete it, unless it changes meanwhile."""
+    def _settle_pin(self, layout: Layout, name: str, change: PinChange) -> bool:
+        """Write the pin in force, or delete it, unless it changes meanwhile. Returns whether it
+        could be: what is erased now would be erased of it, too."""
         state, pins = self._state, self._state.pins
         with state.lock:
             if pins.unsettled.get(name) is not change:
-                return
+                return True
             pin, stamp = pins.book.get(name), state.seen
-            if pin is not None and state.awaits_record(pin.keys, pin.tenant):
-                return  # it would count as older than that
+            if pin is not None and state.is_erased(pin.keys, pin.tenant):
+                return False
         if pin is None:
             self._requests.delete([layout.pin(name)])
         else:
@@ -339,3 +319,4 @@ class Keeper:
                     pins.stamps[name] = stamp
                     pins.found[layout.pin(name)] = "", name  # until it is listed
                 pins.end(change, True)
+        return True

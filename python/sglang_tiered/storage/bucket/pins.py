@@ -185,8 +185,8 @@ class BucketPins:
         for name in self.book.expired():
             self.drop(name)
 
-    def erase(self, what: Erasure | None, number: int | None = None) -> None:
-        """Take erased pages out of the pins that are older than a record (None: out of all)."""
+    def erase(self, what: Erasure | None, number: int) -> None:
+        """Take erased pages out of the pins that are older than a record."""
         if what is not None and what.keys is not None:
             gone = frozenset(what.keys)
             hit = self.book.with_any(gone)
@@ -195,7 +195,7 @@ class BucketPins:
             tenant = None if what is None else what.tenant
             hit = [pin for pin in self.book if tenant in (None, pin.tenant)]
         for pin in hit:
-            if number is not None and self.stamps.get(pin.name, -1) >= number:
+            if self.stamps.get(pin.name, -1) >= number:
                 continue
             left = tuple(key for key in pin.keys if key not in gone) if gone else ()
             self._remove(pin.name)

@@ -246,13 +246,14 @@ class Transfers:
                 job.reasons[position] = Reason.NO_SPACE
             elif share is not None and num_bytes + length > share:
                 job.reasons[position] = Reason.OVER_SHARE
+            elif state.is_erased((key,), run.tenant):
+                job.reasons[position] = Reason.REJECTED
             elif num_bytes + length > room or len(uploads) + 1 > num_requests:
                 job.reasons[position] = Reason.REJECTED
                 room = num_bytes  # a chain is of no use behind its first gap
             else:
-                order = state.order_before(key, run.tenant)
                 uploads.append(
-                    Upload(job, position, state.namespace, state.epoch, state.seen, length, order)
+                    Upload(job, position, state.namespace, state.epoch, state.seen, length)
                 )
                 num_bytes += length
         return uploads
@@ -283,8 +284,7 @@ class Transfers:
         layout = Layout(upload.namespace)
         self._look_at_the_clock(layout)
         now = int(state.wall_clock() + state.skew_s)
-        stamp = max(upload.stamp, upload.awaits.number if upload.awaits else 0)
-        name = PageName(upload.key, job.run.tenant, upload.num_bytes, stamp, now)
+        name = PageName(upload.key, job.run.tenant, upload.num_bytes, upload.stamp, now)
         name = name._replace(checksum=page_checksum(name.stem(layout), data))
         path = name.path(layout)
         try:
@@ -296,15 +296,15 @@ class Transfers:
         self._breaker.stores.succeed()
         with state.lock:
             state.bytes_written += len(data)
-            if upload.dropped:
-                state.doom(path)
-                return Reason.CANCELLED
-            state.num_pages_stored += 1
-            state.bytes_stored += upload.num_bytes
-            state.skipped.pop(path, None)
-            if upload.epoch == state.epoch:
-                state.index.put(name)
-        return Reason.OK
+            if not upload.dropped:
+                state.num_pages_stored += 1
+                state.bytes_stored += upload.num_bytes
+                state.skipped.pop(path, None)
+                if upload.epoch == state.epoch:
+                    state.index.put(name)
+                return Reason.OK
+        self._requests.delete([path])  # whoever erased it may have looked before it was there
+        return Reason.CANCELLED
 
     def _look_at_the_clock(self, layout: Layout) -> None:
         """Learn the store's time before the first page, and again now and then, as clocks are set:
