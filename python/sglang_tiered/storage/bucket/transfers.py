@@ -247,7 +247,7 @@ class Transfers:
             elif share is not None and num_bytes + length > share:
                 job.reasons[position] = Reason.OVER_SHARE
             elif state.is_erased((key,), run.tenant):
-                job.reasons[position] = Reason.REJECTED
+                job.reasons[position] = Reason.CANCELLED
             elif num_bytes + length > room or len(uploads) + 1 > num_requests:
                 job.reasons[position] = Reason.REJECTED
                 room = num_bytes  # a chain is of no use behind its first gap

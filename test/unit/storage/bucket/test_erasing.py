@@ -58,7 +58,7 @@ def test_the_owner_hears_before_anything_counts_as_younger(
     def hear(whats: Sequence[Erasure]) -> None:
         told.extend(whats)
         # Its NVMe still has it.
-        assert finished(b.submit_store(select(RUN, [0]))) == [Reason.REJECTED]
+        assert finished(b.submit_store(select(RUN, [0]))) == [Reason.CANCELLED]
 
     b.report_erased(hear)
     store(a, RUN)
@@ -122,9 +122,9 @@ def test_a_late_owner_is_told_before_it_stores(
 
     b.report_erased(hear)
     assert told.wait(TIMEOUT_S)
-    assert set(finished(b.submit_store(RUN))) == {Reason.REJECTED}, "its NVMe has it from before"
+    assert set(finished(b.submit_store(RUN))) == {Reason.CANCELLED}, "its NVMe has it from before"
     goes_on.set()
-    eventually(lambda: Reason.REJECTED not in finished(b.submit_store(RUN)))
+    eventually(lambda: Reason.CANCELLED not in finished(b.submit_store(RUN)))
     assert c.refresh(TIMEOUT_S)
     assert all(c.contains(RUN.keys))
 
