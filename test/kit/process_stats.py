@@ -85,8 +85,6 @@ STATS = ProcessStats(
     budget=BudgetStats(total_bytes=16384, floor_bytes=2048, borrowed_bytes=6144, due_bytes=0),
     request_log_dropped=2,
 )
-NO_PASSES = ("bytes_in", "bytes_out", "num_breaker_opened", "num_passes", "num_full_listings")
-NO_PASSES += ("last_pass_s", "num_pages_vanished")
 BELOW = ObjectTierStats(
     engine=dataclasses.replace(
         ENGINE,
@@ -98,8 +96,7 @@ BELOW = ObjectTierStats(
         requests={"get": 19},
         refused={"put": 0, "delete": 0},
         listed_bytes=20,
-        **dict.fromkeys(("trouble", "last_error"), ""),  # type: ignore[arg-type]
-        **dict.fromkeys(NO_PASSES, 0),  # type: ignore[arg-type]
+        trouble="",
     ),
     moved=StackStats(
         num_promoted=1,

@@ -9,14 +9,13 @@ still, and notices what is gone. Its passes are the probes of an open breaker.
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.bucket.index import MAX_STEPS
 from sglang_tiered.storage.bucket.names import PageName, parse_page
 from sglang_tiered.storage.bucket.pins import alive, read_pin
-from sglang_tiered.storage.bucket.requests import BucketError
+from sglang_tiered.storage.bucket.requests import BucketError, Failure
 from sglang_tiered.storage.promises import keep
 
 if TYPE_CHECKING:
@@ -40,10 +39,6 @@ NEAR_S = 20.0
 """How far back at other times: uploads take less, their names are from when they begin."""
 
 
-class _PassOver(Exception):  # noqa: N818
-    """Raised when the namespace changed or the engine was closed: what was found does not count."""
-
-
 class Discovery:
     """Looks for what other servers did; ``run`` is the body of the discovery thread."""
 
@@ -54,7 +49,6 @@ class Discovery:
         self._requests = requests
         self._breaker = breaker
         self._records = records
-        self._epoch = -1  # of the namespace that the cursor is of
         self._newest_s = 0.0  # by the store's clock
         self._last_full = self._last_far = 0.0
         self._next_at = state.clock()
@@ -64,18 +58,14 @@ class Discovery:
         state = self._state
         while True:
             orders: list[tuple[bool, Future[bool]]] | None = []
-            started = time.monotonic()
             succeeded = False
             try:
                 orders = self._await_work()
                 if orders is None:
                     return
-                started = time.monotonic()
                 self._pass(any(full for full, _ in orders))
                 succeeded = True
                 self._pause.succeed()
-            except _PassOver:
-                pass
             except BucketError:  # counted by the client; the breaker knows
                 self._pause.fail()
             except BaseException:  # a panic of the library is no Exception
@@ -83,9 +73,6 @@ class Discovery:
                 logger.exception("internal error while listing pages; known ones stay")
             for _, future in orders or ():
                 keep(future, succeeded)
-            with state.lock:
-                state.num_passes += 1
-                state.last_pass_s = time.monotonic() - started
             self._next_at = state.clock() + state.settings.refresh_s
 
     def _await_work(self) -> list[tuple[bool, Future[bool]]] | None:
@@ -101,7 +88,7 @@ class Discovery:
                 wait_s = self._next_at - state.clock()
                 if self._breaker.is_open:
                     wait_s = self._breaker.wait_s()
-                elif self._epoch != state.epoch:
+                elif state.listed_epoch != state.epoch:
                     wait_s = 0.0
                 wait_s = max(wait_s, self._pause.wait_s)
                 if state.refreshes or wait_s <= 0:
@@ -119,8 +106,7 @@ class Discovery:
             with state.lock:
                 if unseen_of is not None:
                     self._check(unseen_of)
-                some = keys[start : start + MAX_STEPS]
-                state.num_pages_vanished += state.index.sweep(some, unseen=unseen)
+                state.index.sweep(keys[start : start + MAX_STEPS], unseen=unseen)
 
     # ---- A pass ----
 
@@ -128,7 +114,7 @@ class Discovery:
         state = self._state
         with state.lock:
             epoch, layout = state.epoch, state.layout
-        full = full or epoch != self._epoch
+            full = full or epoch != state.listed_epoch
         full = full or state.clock() - self._last_full >= FULL_LISTING_S
         self._records.learn(full=full)
         self._look_at_pins(layout, epoch)
@@ -140,17 +126,15 @@ class Discovery:
         if is_far:
             self._last_far = now
         self._newest_s = max(newest_s, 0.0 if full else self._newest_s)
-        self._epoch = epoch
         with state.lock:
             state.listed_epoch = epoch
-            state.num_full_listings += full
         if full:
             self._last_full = state.clock()
 
     def _check(self, epoch: int) -> None:
         """End the pass when the namespace changed or the engine was closed. Needs the lock."""
         if self._state.closed or self._state.epoch != epoch:
-            raise _PassOver
+            raise BucketError(Failure.UNAVAILABLE, "list is of another namespace")
 
     def _look_at_pages(
         self, layout: Layout, epoch: int, *, full: bool, look_back_s: float
@@ -167,11 +151,6 @@ class Discovery:
             self._check(epoch)
             if full:
                 state.index.begin_listing()
-            num_old = 0 if ttl_s is None else state.index.num_pages  # at most
-        for _ in range(0, num_old, MAX_STEPS):
-            with state.lock:
-                if state.index.expire(oldest_s):
-                    break
         newest_s = 0.0
         for chunk in self._requests.listing(layout.pages, after=after):
             named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]

@@ -18,9 +18,7 @@ from sglang_tiered.storage.base import (
     NO_TENANT,
     Health,
     JobKind,
-    LookupResult,
     Reason,
-    Stop,
     Tier,
     TierEngine,
     TierStats,
@@ -65,17 +63,9 @@ class BucketStats:
     """Counters since the engine was opened, and gauges of now. Reading them takes no I/O."""
 
     requests: dict[str, int]  # by kind: put, get, list, delete, head
-    bytes_in: int  # bodies received
-    bytes_out: int  # bodies sent
-    num_breaker_opened: int
-    num_passes: int  # of discovery
-    num_full_listings: int
-    last_pass_s: float
-    num_pages_vanished: int  # missing when read, or gone from a full listing
     trouble: str  # why writes or deletes fail now; empty where they work
     refused: dict[str, int]  # 1 for each of put and delete that failed last, 0 for others
     listed_bytes: int | None  # by this server's last collection; None before one
-    last_error: str  # of any request, as a clause that names no secret and no endpoint
 
 
 class BucketEngine(TierEngine):
@@ -151,17 +141,6 @@ class BucketEngine(TierEngine):
 
     # ---- Lookups ----
 
-    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        state = self._state
-        if state.closed or self._breaker.is_open:
-            return LookupResult(0, Stop.UNHEALTHY)
-        with state.lock:
-            num_hits = state.index.num_leading(keys)
-            if num_hits == len(keys):
-                return LookupResult(num_hits, Stop.END)
-            stop = Stop.PENDING if keys[num_hits] in state.pending else Stop.MISS
-            return LookupResult(num_hits, stop)
-
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if self._state.closed or self._breaker.is_open:
             return [False] * len(keys)
@@ -190,7 +169,7 @@ class BucketEngine(TierEngine):
                 return False
             with state.lock:
                 if layout == state.layout and state.index.is_at(name):
-                    state.num_pages_vanished += state.index.drop(name.key)
+                    state.index.drop(name.key)
             return False
 
         asked = call_each(is_there, names, self._settings.num_connections)
@@ -367,23 +346,14 @@ class BucketEngine(TierEngine):
             )
 
     def object_stats(self) -> BucketStats:
-        state, requests, troubles = self._state, self._requests, self._requests.troubles
+        troubles = self._requests.troubles
         collected = None if self._collector is None else self._collector.last
-        with state.lock:
-            return BucketStats(
-                requests=requests.requests,
-                bytes_in=requests.bytes_in,
-                bytes_out=requests.bytes_out,
-                num_breaker_opened=self._breaker.num_opened,
-                num_passes=state.num_passes,
-                num_full_listings=state.num_full_listings,
-                last_pass_s=state.last_pass_s,
-                num_pages_vanished=state.num_pages_vanished,
-                trouble="; ".join(troubles.values()),
-                refused={kind: int(kind in troubles) for kind in ("put", "delete")},
-                listed_bytes=None if collected is None else collected.page_bytes,
-                last_error=requests.last_error,
-            )
+        return BucketStats(
+            requests=self._requests.requests,
+            trouble="; ".join(troubles.values()),
+            refused={kind: int(kind in troubles) for kind in ("put", "delete")},
+            listed_bytes=None if collected is None else collected.page_bytes,
+        )
 
     def _diagnosis(self) -> tuple[Health, str]:
         if self._state.closed:

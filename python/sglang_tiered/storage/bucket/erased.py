@@ -173,14 +173,11 @@ def _read(requests: Requests, listed: Listed, match: re.Match[str]) -> list[Reco
     if len(digits) != _HEX_CHARS.get(kind):
         pass
     elif kind in "km":
-        try:
-            is_sound = 0 < listed.size <= _MAX_RECORD_BYTES
-            data = bytes(requests.get(listed.path, listed.size)) if is_sound else b""
-        except BucketError as error:
-            if error.failure is not Failure.NOT_FOUND:
-                raise
+        is_sound = 0 < listed.size <= _MAX_RECORD_BYTES
+        data = requests.whole(listed) if is_sound else memoryview(b"")
+        if data is None:
             return None
-        whats = list(_unpack(kind, data, number, record_id, listed.modified))
+        whats = list(_unpack(kind, bytes(data), number, record_id, listed.modified))
     else:
         tenant = bytes.fromhex(digits) if kind == "t" else None
         whats = [(number, Erasure(None, tenant, record_id, spread=False), listed.modified)]

@@ -87,10 +87,6 @@ class BucketIndex:
             return [self.get(key) is not None for key in keys]
         return [key in self._rows for key in keys]
 
-    def num_leading(self, keys: Sequence[bytes]) -> int:
-        held = self.holds(keys)
-        return held.index(False) if False in held else len(keys)
-
     def keys(self) -> list[bytes]:
         """Return all keys, those of dead rows too. Of the table itself no part can be looked at: a
         copy of a million takes some ten milliseconds."""
@@ -233,10 +229,9 @@ class BucketIndex:
         self.num_pages = self.stored_bytes = self.pinned_bytes = 0
         return num_pages
 
-    def sweep(self, keys: Iterable[bytes], *, unseen: bool = False) -> int:
+    def sweep(self, keys: Iterable[bytes], *, unseen: bool = False) -> None:
         """Remove rows of dead shares among these, and with ``unseen`` pages that were not put since
-        ``begin_listing``; returns how many of those."""
-        num_dropped = 0
+        ``begin_listing``."""
         for key in keys:
             row = self._rows.get(key)
             if row is None:
@@ -245,34 +240,23 @@ class BucketIndex:
                 del self._rows[key]
                 self.num_dead -= 1
             elif unseen and row[-1] != self._mark:
-                num_dropped += self.drop(key)
-        return num_dropped
-
-    def expire(self, oldest_s: float) -> bool:
-        """Forget some of what was uploaded before that time; returns whether that is all."""
-        return self._drop_oldest(lambda held: held.unix_s >= oldest_s)
+                self.drop(key)
 
     def _evict(self) -> None:
-        if not self._has_room():
-            num_before = self.num_pages
-            self._drop_oldest(lambda _: self._has_room(spare=True))
-            self.num_pages_evicted += num_before - self.num_pages
-
-    def _drop_oldest(self, is_enough: Callable[[IndexRow], bool]) -> bool:
-        """Drop from the oldest on, at most some; returns whether it is enough. What is pinned goes
-        to the end."""
+        """Drop from the oldest on, at most some. What is pinned goes to the end."""
+        if self._has_room():
+            return
         for key in list(itertools.islice(self._rows, MAX_STEPS)):
             held = self.get(key)
             if held is None:
                 self.sweep([key])
-            elif is_enough(held):
-                return True
+            elif self._has_room(spare=True):
+                return
             elif self._is_pinned(key):
                 self._rows[key] = self._rows.pop(key)
             else:
                 self._evicted_s = max(self._evicted_s, held.unix_s)
-                self.drop(key)
-        return not self._rows
+                self.num_pages_evicted += self.drop(key)
 
     def _evict_of_share(self, share: _Share, limit: int) -> None:
         """Drop the oldest of a share until it keeps its limit. What is pinned goes to the end."""

@@ -43,7 +43,6 @@ class Breaker:
         self._probes = Backoff(clock)  # open while one failed
         self._cause = ""
         self.stores = Backoff(clock)  # which failed ones pause, while loads go on
-        self.num_opened = 0
 
     @property
     def is_open(self) -> bool:
@@ -84,7 +83,6 @@ class Breaker:
             was_open, self._cause = self.is_open, cause
             self._probes.fail(tolerated)
             opens = self.is_open and not was_open
-            self.num_opened += opens
         if opens:
             self._on_open()
             logger.warning("%s: %s; every lookup misses until it works again", self._name, cause)

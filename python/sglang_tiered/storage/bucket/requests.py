@@ -18,6 +18,7 @@ import urllib.request
 from collections import Counter
 from concurrent.futures import wait
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -299,8 +300,6 @@ class Requests:
         self._requests: Counter[str] = Counter()
         self._troubles: dict[str, str] = {}
         self.bytes_in = 0
-        self.bytes_out = 0
-        self.last_error = ""  # as a clause that names no secret and no endpoint
 
     @property
     def requests(self) -> dict[str, int]:
@@ -329,7 +328,7 @@ class Requests:
 
     def get(self, path: str, nbytes: int) -> memoryview:
         """Return the first ``nbytes`` of an object, or all where it is shorter."""
-        data: memoryview = self._read("get", lambda: self._place.read(path, nbytes))
+        data: memoryview = self._ask("get", lambda: self._place.read(path, nbytes))
         with self._lock:
             self.bytes_in += len(data)
         return data
@@ -348,7 +347,7 @@ class Requests:
     def modified(self, path: str) -> float | None:
         """Return when an object was written, by the store's clock; None where it is missing."""
         try:
-            return float(self._read("head", lambda: self._place.modified(path)))
+            return float(self._ask("head", lambda: self._place.modified(path)))
         except BucketError as error:
             if error.failure is not Failure.NOT_FOUND:
                 raise
@@ -358,86 +357,63 @@ class Requests:
         """Yield what is in a folder and below it, in parts and in the order of paths, from the path
         behind ``after`` on."""
         parts = self._place.listing(folder, after)
-        while part := self._read("list", lambda: next(parts, None)):
+        while part := self._ask("list", lambda: next(parts, None)):
             yield part
             if len(part) < LISTED_AT_ONCE:
                 return  # the last one: no further request
 
     def folders(self, folder: str) -> list[str]:
         """Return the paths of the folders in a folder."""
-        return list(self._read("list", lambda: self._place.folders(folder)))
+        return list(self._ask("list", lambda: self._place.folders(folder)))
 
     def put(self, path: str, data: bytes | memoryview) -> None:
         """Write an object, whole or not at all; durable where the store is a directory."""
-        self._write("put", lambda: self._place.write(path, data))
-        with self._lock:
-            self.bytes_out += len(data)
+        self._ask("put", lambda: self._place.write(path, data))
 
     def replace(self, listed: Listed, data: bytes) -> bool:
         """Write an object in the place of one that was listed; returns whether that was still so.
         Where the store cannot tell, it goes in the place of any."""
-        is_same: bool = self._write("put", lambda: self._place.replace(listed, data))
-        with self._lock:
-            self.bytes_out += len(data)
-        return is_same
+        return bool(self._ask("put", lambda: self._place.replace(listed, data)))
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects; a missing one counts as deleted."""
-        rest = list(paths)
-        while rest and isinstance(self._place, Remote) and self._place.deletes_in_bulk:
-            rest = self._delete_in_bulk(self._place, rest)
-        for _ in self.each(self._delete_one, rest):
+        """Delete objects, many by one request; where that is not offered, all are single from then
+        on. A missing one counts as deleted."""
+        rest, place = list(paths), self._place
+        while rest and isinstance(place, Remote) and place.deletes_in_bulk:
+            some = rest[:_DELETED_AT_ONCE]
+            try:
+                self._ask("delete", partial(place.remove_all, some))
+                del rest[: len(some)]
+            except BucketError as error:
+                if error.failure is Failure.DENIED or error.status not in _NOT_OFFERED:
+                    raise  # 400 also answers a token that is over
+                place.deletes_in_bulk = False
+        for _ in self.each(lambda path: self._ask("delete", partial(place.remove, path)), rest):
             pass
 
-    def _delete_one(self, path: str) -> None:
-        self._write("delete", lambda: self._place.remove(path), missing_is_fine=True)
-
-    def _delete_in_bulk(self, place: Remote, paths: list[str]) -> list[str]:
-        """Delete some by one request; where that is not offered, all are single from then on.
-        Returns the others."""
-        some, rest = paths[:_DELETED_AT_ONCE], paths[_DELETED_AT_ONCE:]
-        try:
-            self._write("delete", lambda: place.remove_all(some), missing_is_fine=True)
-        except BucketError as error:
-            if error.failure is Failure.DENIED or error.status not in _NOT_OFFERED:
-                raise  # 400 also answers a token that is over
-            place.deletes_in_bulk = False
-            return paths
-        return rest
-
-    def _read(self, kind: str, request: Callable[[], Any]) -> Any:
-        self._begin(kind)
-        try:
-            found = request()
-        except Exception as error:
-            cause = explain(error, kind)
-            answered = cause.failure in (Failure.NOT_FOUND, Failure.BAD_RANGE)
-            if not answered:
-                self.last_error = cause.clause
-            self._on_outcome(None if answered else cause)
-            raise cause from None
-        self._on_outcome(None)
-        return found
-
-    def _write(
-        self, kind: str, request: Callable[[], Any], *, missing_is_fine: bool = False
-    ) -> Any:
-        self._begin(kind)
-        outcome = None
-        try:
-            outcome = request()
-        except Exception as error:
-            cause = explain(error, kind)
-            if not (missing_is_fine and cause.failure is Failure.NOT_FOUND):
-                with self._lock:
-                    self.last_error = self._troubles[kind] = cause.clause
-                raise cause from None
-        with self._lock:
-            self._troubles.pop(kind, None)
-        return outcome
-
-    def _begin(self, kind: str) -> None:
+    def _ask(self, kind: str, request: Callable[[], Any]) -> Any:
+        """Make one request, and note how it ended: puts and deletes here, others where
+        ``on_outcome`` says. Raises ``BucketError``."""
         if self._closed:
             raise BucketError(Failure.UNAVAILABLE, f"{kind} was not sent: the tier is closed")
         with self._lock:
             self._requests[kind] += 1
+        answer = cause = None
+        try:
+            answer = request()
+        except Exception as error:
+            cause = explain(error, kind)
+        is_missing = cause is not None and cause.failure is Failure.NOT_FOUND
+        if kind == "delete" and is_missing:
+            cause = None
+        if kind in ("put", "delete"):
+            with self._lock:
+                self._troubles.pop(kind, None)
+                if cause is not None:
+                    self._troubles[kind] = cause.clause
+        else:
+            is_answered = is_missing or cause is None or cause.failure is Failure.BAD_RANGE
+            self._on_outcome(None if is_answered else cause)
+        if cause is not None:
+            raise cause from None
+        return answer

@@ -105,13 +105,9 @@ class PageLoad(NamedTuple):
 class BucketState:
     """What the threads share. Everything is guarded by ``lock`` but for what never changes."""
 
-    num_passes = 0
-    num_full_listings = 0
-    last_pass_s = 0.0
     num_pages_stored = 0
     num_pages_loaded = 0
     num_pages_erased = 0
-    num_pages_vanished = 0
     bytes_stored = 0
     bytes_written = 0
     bytes_loaded = 0
@@ -137,7 +133,7 @@ class BucketState:
         self.closed = False
         self.namespace = namespace
         self.epoch = 0  # of the namespace
-        self.listed_epoch = -1  # of which a pass was whole
+        self.listed_epoch = -1  # of the last pass that was whole
         self.index = BucketIndex(
             settings.max_pages,
             settings.capacity_bytes,

@@ -145,7 +145,7 @@ class Transfers:
         except BucketError as error:
             if error.failure is Failure.NOT_FOUND:
                 with self._state.lock:
-                    self._state.num_pages_vanished += self._forget(page)
+                    self._forget(page)
                 return Reason.MISS
             is_short = error.failure is Failure.BAD_RANGE
             return self._corrupt(page) if is_short else Reason.IO_ERROR
@@ -185,11 +185,11 @@ class Transfers:
             self._forget(page)
         return Reason.CORRUPT
 
-    def _forget(self, page: PageLoad) -> bool:
+    def _forget(self, page: PageLoad) -> None:
         """Forget a page, unless there is another of its key. Needs the state's lock."""
         state = self._state
-        is_current = page.load.layout == state.layout and state.index.is_at(page.name)
-        return is_current and state.index.drop(page.name.key)
+        if page.load.layout == state.layout and state.index.is_at(page.name):
+            state.index.drop(page.name.key)
 
     def _watch(self, load: BucketLoad, deadline: float) -> None:
         """Finish a load at its deadline. The caller holds the state's lock."""
