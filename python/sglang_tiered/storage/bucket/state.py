@@ -82,6 +82,7 @@ class BucketLoad:
     job: Job
     layout: Layout
     num_left: int
+    deadline: float
     num_touching: int = 0  # pages that are being copied into its buffers
     is_open: bool = True
 

@@ -7,8 +7,7 @@ put.
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import math
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Transfers"]
 
 CLOCK_S = 600.0
-_MANY_DEADLINES = 64
 _LARGE_COPY_BYTES = 64 << 10
 
 
@@ -42,8 +40,6 @@ class Transfers:
         self._state = state
         self._requests = requests
         self._breaker = breaker
-        self._numbers = itertools.count()
-        self._deadlines: list[tuple[float, int, BucketLoad]] = []  # heap
         self._clock_lock = threading.Lock()
         self._look_at = state.clock()  # at the store's clock
 
@@ -70,12 +66,13 @@ class Transfers:
             if not found or (deadline_s is not None and deadline_s <= 0):
                 state.jobs.finish(job)
                 return job
-            load = BucketLoad(job, state.layout, len(found))
+            deadline = math.inf if deadline_s is None else state.clock() + deadline_s
+            load = BucketLoad(job, state.layout, len(found), deadline)
             state.open_loads[load] = None
             state.loads.extend(PageLoad(load, *each) for each in found)
             state.transfer_ready.notify(len(found))
             if deadline_s is not None:
-                self._watch(load, state.clock() + deadline_s)
+                state.deadline_ready.notify()
         return job
 
     def run(self) -> None:
@@ -191,25 +188,18 @@ class Transfers:
         if page.load.layout == state.layout and state.index.is_at(page.name):
             state.index.drop(page.name.key)
 
-    def _watch(self, load: BucketLoad, deadline: float) -> None:
-        """Finish a load at its deadline. The caller holds the state's lock."""
-        if len(self._deadlines) >= _MANY_DEADLINES:  # let go of the buffers of those long done
-            self._deadlines = [entry for entry in self._deadlines if entry[2].is_open]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline, next(self._numbers), load))
-        self._state.deadline_ready.notify()
-
     def run_deadlines(self) -> None:
         """Finish loads at their deadlines, whatever their requests do."""
         state = self._state
         with state.lock:
             while not state.closed:
-                if not self._deadlines:
-                    state.deadline_ready.wait()
-                elif (wait_s := self._deadlines[0][0] - state.clock()) > 0:
-                    state.deadline_ready.wait(wait_s)
+                loads = [load for load in state.open_loads if load.is_open]
+                first = min(loads, key=lambda load: load.deadline, default=None)
+                wait_s = math.inf if first is None else first.deadline - state.clock()
+                if first is not None and wait_s <= 0:
+                    state.expire(first)
                 else:
-                    state.expire(heapq.heappop(self._deadlines)[2])
+                    state.deadline_ready.wait(None if wait_s == math.inf else wait_s)
 
     # ---- Stores ----
 
