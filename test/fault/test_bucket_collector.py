@@ -136,9 +136,11 @@ def test_only_stale_partial_files_go(tmp_path: Path) -> None:
         for place in (folder, tmp_path / ERASED, folder.parents[1] / "pins"):
             place.mkdir(exist_ok=True)
             (place / f"x{STAGED}1").write_bytes(b"?")
+        for name in ("clock", "collected"):
+            (folder.parents[1] / f"{name}{STAGED}1").write_bytes(b"?")
         assert collect(engine, 5 * 3600.0).num_removed == 0
         report = collect(engine, 7 * 3600.0)
-        assert [removal.kind for removal in report.removals] == ["staged file"] * 3
+        assert [removal.kind for removal in report.removals] == ["staged file"] * 5
         assert sorted(os.listdir(folder))[-1] == "notes.txt"
 
 

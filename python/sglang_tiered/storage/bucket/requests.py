@@ -302,6 +302,11 @@ class Requests:
         self.bytes_in = 0
 
     @property
+    def shows_staged(self) -> bool:
+        """Return whether listings show what is still being written, or was never finished."""
+        return isinstance(self._place, Directory)
+
+    @property
     def requests(self) -> dict[str, int]:
         """Return the requests so far by kind, without the library's retries and parts."""
         with self._lock:
