@@ -184,19 +184,20 @@ class Discovery:
         listed = {e.path: e for chunk in self._requests.listing(layout.pins) for e in chunk}
         news = [e for e in listed.values() if pins.found.get(e.path, ("", ""))[0] != e.tag]
         read = self._requests.each(lambda each: read_pin(self._requests, layout, each), news)
-        found_by_path = dict(zip((each.path for each in news), read, strict=True))
-        with state.lock:
-            self._check(epoch)
-            for path, found in found_by_path.items():
-                pin = None if found is None else alive(*found, state.erased, layout.namespace)
-                name = pins.found.get(path, ("", ""))[1] if found is None else found[0].name
+        for each, found in list(zip(news, read, strict=True)):
+            with state.lock:
+                self._check(epoch)
+                name = pins.found.get(each.path, ("", ""))[1] if found is None else found[0].name
                 if name in pins.ours:
                     continue
-                pins.found[path] = listed[path].tag, name
+                pins.found[each.path] = each.tag, name
+                pin = None if found is None else alive(*found, state.erased, layout.namespace)
                 if pin is not None and found is not None:
                     pins.take_up(pin, found[1])
                 elif name:
                     pins.drop(name)
+        with state.lock:
+            self._check(epoch)
             for path in [path for path in pins.found if path not in listed]:
                 name = pins.found[path][1]
                 if name not in pins.ours:

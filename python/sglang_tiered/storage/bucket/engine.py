@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import (
@@ -128,11 +129,8 @@ class BucketEngine(TierEngine):
             CollectorSettings(capacity_bytes=settings.capacity_bytes, ttl_s=settings.ttl_s),
         )
 
-        def collect() -> None:
-            assert self._collector is not None
-            self._collector.run_in_background(self._stop, lambda: self.namespace)
-
-        self._workers.start("bucket-collector", collect)
+        run = partial(self._collector.run_in_background, self._stop, lambda: self.namespace)
+        self._workers.start("bucket-collector", run)
 
     def _wake_discovery(self) -> None:
         """Let the discovery probe a bucket that does not answer."""
@@ -152,12 +150,8 @@ class BucketEngine(TierEngine):
         up to ten minutes nobody hears of what others delete. What is not answered in time is false.
         Blocks."""
         state = self._state
-        names: list[PageName | None] = []
         with state.lock:
-            layout = state.layout
-            for key in keys:
-                held = state.index.get(key)
-                names.append(None if held is None else state.index.name_of(key, held))
+            layout, names = state.layout, [state.index.get(key) for key in keys]
 
         def is_there(name: PageName | None) -> bool:
             if name is None:
@@ -168,8 +162,7 @@ class BucketEngine(TierEngine):
             except BucketError:
                 return False
             with state.lock:
-                if layout == state.layout and state.index.is_at(name):
-                    state.index.drop(name.key)
+                state.forget(name, layout)
             return False
 
         asked = call_each(is_there, names, self._settings.num_connections)
@@ -274,11 +267,9 @@ class BucketEngine(TierEngine):
             return ended(False) if self._state.closed else self._change_pin(name, None)
 
     def _change_pin(self, name: str, pin: Pin | None) -> Future[bool]:
-        state = self._state
-        state.pins.change(name, pin)
-        durable = state.promises.make()
-        state.pins.unsettle(name, durable)
-        state.ask_keeper()
+        durable = self._state.promises.make()
+        self._state.pins.change(name, pin, durable)
+        self._state.ask_keeper()
         return durable
 
     def has_pin(self, name: str) -> bool:

@@ -137,7 +137,6 @@ class Keeper:
         self._requests = requests
         self._records = records
         self._backoff = Backoff(state.clock)
-        self._attempted: set[str] = set()  # paths of records that may have to be written anew
 
     def run(self) -> None:
         while True:
@@ -227,18 +226,14 @@ class Keeper:
             if number + len(ours) > MAX_NUMBER:
                 raise BucketError(Failure.DENIED, "put has no number left: see the last record")
             objects = dict(packed(ours))
-            before, self._attempted = self._attempted, {*self._attempted, *objects}
             for path, data in objects.items():
                 self._requests.put(path, data)
             self._records.learn()
-            self._requests.delete([path for path in before if path not in objects])
-            self._attempted = set(objects)
             with state.lock:
                 known = state.erased.known.copy()
             names = {each.name for each in ours} | set(map(name_of, objects))
             is_last = not any(n > number and name not in names for name, n in known.items())
             if is_last and names <= known.keys():
-                self._attempted = set()
                 with state.lock:
                     for order in orders:
                         order.number = ours[-1].number  # all of them are known to who has that one

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import TenantUsage
 from sglang_tiered.storage.bucket.names import PageName
@@ -17,23 +17,13 @@ from sglang_tiered.storage.bucket.names import PageName
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["MAX_STEPS", "IndexRow", "BucketIndex"]
+__all__ = ["MAX_STEPS", "BucketIndex"]
 
-_ROW = struct.Struct("<IIIQIB")
+# Number of the share, time, length, stamp, checksum, mark of the last full listing that had begun.
+_ROW = struct.Struct("<IIIIQB")
 _SPARE_SHIFT = 10
 MAX_STEPS = 1000
 """Pages that one call drops or finds pinned, as lookups wait for it."""
-
-
-class IndexRow(NamedTuple):
-    """A row of the index."""
-
-    share: int
-    unix_s: int
-    length: int
-    checksum: int
-    stamp: int
-    mark: int  # of the last full listing that had begun when it was put
 
 
 class _Share:
@@ -75,12 +65,15 @@ class BucketIndex:
 
     # ---- What there is ----
 
-    def get(self, key: bytes) -> IndexRow | None:
+    def get(self, key: bytes) -> PageName | None:
         row = self._rows.get(key)
         if row is None:
             return None
-        held = IndexRow(*_ROW.unpack(row))
-        return held if held.share in self._shares else None
+        number, unix_s, length, stamp, checksum, _ = _ROW.unpack(row)
+        share = self._shares.get(number)
+        if share is None:
+            return None
+        return PageName(key, share.tenant, length, stamp, unix_s, checksum)
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         if self.num_dead:
@@ -91,15 +84,6 @@ class BucketIndex:
         """Return all keys, those of dead rows too. Of the table itself no part can be looked at: a
         copy of a million takes some ten milliseconds."""
         return list(self._rows)
-
-    def name_of(self, key: bytes, held: IndexRow) -> PageName:
-        tenant = self._shares[held.share].tenant
-        return PageName(key, tenant, held.length, held.stamp, held.unix_s, held.checksum)
-
-    def is_at(self, name: PageName) -> bool:
-        """Return whether this is the object that a lookup finds."""
-        held = self.get(name.key)
-        return held is not None and self.name_of(name.key, held) == name
 
     @property
     def num_tenants(self) -> int:
@@ -124,10 +108,10 @@ class BucketIndex:
         """Enter a page that is in the bucket, unless a later one of its key is known. None that is
         listed goes in the place of a younger one: it may have gone for that before."""
         known = self.get(name.key)
+        if known == name:
+            self._rows[name.key] = self._rows[name.key][:-1] + bytes([self._mark])
+            return
         if known is not None:
-            if self.name_of(name.key, known) == name:
-                self._rows[name.key] = _ROW.pack(*known[:-1], self._mark)
-                return
             if known.unix_s > name.unix_s:
                 return
             self.drop(name.key)
@@ -139,10 +123,9 @@ class BucketIndex:
         if share is None:
             share = self._tenants[name.tenant] = _Share(name.tenant, next(self._numbers))
             self._shares[share.number] = share
-        held = IndexRow(
-            share.number, name.unix_s, name.length, name.checksum, name.stamp, self._mark
+        self._rows[name.key] = _ROW.pack(
+            share.number, name.unix_s, name.length, name.stamp, name.checksum, self._mark
         )
-        self._rows[name.key] = _ROW.pack(*held)
         self._count(share, 1, name.length)
         self._count_pinned(share, name.length if self._is_pinned(name.key) else 0)
         if self._max_tenant_bytes is not None and any(name.tenant):
@@ -185,7 +168,7 @@ class BucketIndex:
         for key in keys:
             held = self.get(key)
             if held is not None:
-                self._count_pinned(self._shares[held.share], sign * held.length)
+                self._count_pinned(self._tenants[held.tenant], sign * held.length)
 
     def _count_pinned(self, share: _Share, num_bytes: int) -> None:
         share.pinned_bytes += num_bytes
@@ -201,7 +184,7 @@ class BucketIndex:
         if held is None:
             return False
         del self._rows[key]
-        share = self._shares[held.share]
+        share = self._tenants[held.tenant]
         share.keys.pop(key, None)
         self._count_pinned(share, -held.length if self._is_pinned(key) else 0)
         self._count(share, -1, -held.length)
@@ -274,9 +257,9 @@ class BucketIndex:
 
     def check_integrity(self) -> None:
         """Recount everything."""
-        rows = [IndexRow(*_ROW.unpack(row)) for row in self._rows.values()]
-        living = [held for held in rows if held.share in self._shares]
-        assert len(rows) - len(living) == self.num_dead, f"{self.num_dead} rows counted dead"
+        living = [held for key in self._rows if (held := self.get(key)) is not None]
+        num_dead = len(self._rows) - len(living)
+        assert num_dead == self.num_dead, f"{num_dead} rows are dead, {self.num_dead} counted"
         counted = (self.num_pages, self.stored_bytes)
         found = (len(living), sum(held.length for held in living))
         assert counted == found, f"pages and bytes {found}, counted {counted}"

@@ -11,10 +11,7 @@ import enum
 import itertools
 import os
 import re
-import ssl
 import threading
-import urllib.error
-import urllib.request
 from collections import Counter
 from concurrent.futures import wait
 from datetime import timedelta
@@ -22,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
+
+import requests
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
@@ -150,19 +149,10 @@ class Remote:
             obstore.delete(self._store, path)
             return
         url = obstore.sign(self._store, "DELETE", path, _SIGNED_FOR)
-        context = ssl.create_default_context() if url.startswith("https:") else None
-        if context is not None and (bundle := os.environ.get("AWS_CA_BUNDLE")):
-            context.load_verify_locations(bundle)
-        request = urllib.request.Request(url, method="DELETE")  # noqa: S310
-        try:
-            with urllib.request.urlopen(  # noqa: S310
-                request, timeout=self._timeout_s, context=context
-            ):
-                return
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code != 404:
-                raise OSError(f"status code: {error.code}") from None  # without the signed URL
+        bundle = os.environ.get("AWS_CA_BUNDLE") or True
+        answer = requests.delete(url, timeout=self._timeout_s, verify=bundle)
+        if not answer.ok and answer.status_code != 404:
+            raise OSError(f"status code: {answer.status_code}")  # without the signed URL
 
 
 def _open_store(url: str, owner: str, timeout_s: float) -> Any:

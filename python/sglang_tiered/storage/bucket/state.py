@@ -184,6 +184,11 @@ class BucketState:
         ):
             ready.notify_all()
 
+    def forget(self, name: PageName, layout: Layout) -> None:
+        """Forget an object, unless there is another of its key."""
+        if layout == self.layout and self.index.get(name.key) == name:
+            self.index.drop(name.key)
+
     def skip(self, path: str) -> None:
         """Do not find a page again while its path is remembered."""
         self.skipped[path] = None
@@ -286,7 +291,7 @@ class BucketState:
         for key in what.keys or ():
             held = self.index.get(key)
             if held is not None:
-                order.pages.append(self.index.name_of(key, held).path(self.layout))
+                order.pages.append(held.path(self.layout))
         self.orders[order] = None
         self.hear(what.pieces, is_own=True)
         self.hide_unrecorded(what)

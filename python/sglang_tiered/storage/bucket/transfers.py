@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Transfers"]
 
 CLOCK_S = 600.0
-_LARGE_COPY_BYTES = 64 << 10
 
 
 class Transfers:
@@ -62,7 +61,7 @@ class Transfers:
                 if held.length < asked and state.encoding is None:
                     continue
                 job.reasons[position] = Reason.IO_ERROR  # until it is served
-                found.append((position, state.index.name_of(key, held)))
+                found.append((position, held))
             if not found or (deadline_s is not None and deadline_s <= 0):
                 state.jobs.finish(job)
                 return job
@@ -142,7 +141,7 @@ class Transfers:
         except BucketError as error:
             if error.failure is Failure.NOT_FOUND:
                 with self._state.lock:
-                    self._forget(page)
+                    self._state.forget(page.name, page.load.layout)
                 return Reason.MISS
             is_short = error.failure is Failure.BAD_RANGE
             return self._corrupt(page) if is_short else Reason.IO_ERROR
@@ -167,26 +166,17 @@ class Transfers:
         if encoding is not None and len(stored) < sum(segment.nbytes for segment in page):
             return encoding.decode(stored, page)
         position = 0
-        for segment in page:
+        for segment in page:  # numpy lets other threads run meanwhile
             part = stored[position : position + segment.nbytes]
+            np.copyto(np.frombuffer(segment, np.uint8), np.frombuffer(part, np.uint8))
             position += segment.nbytes
-            if segment.nbytes < _LARGE_COPY_BYTES:
-                segment[:] = part
-            else:  # numpy lets other threads run meanwhile
-                np.copyto(np.frombuffer(segment, np.uint8), np.frombuffer(part, np.uint8))
         return Reason.OK
 
     def _corrupt(self, page: PageLoad) -> Reason:
         with self._state.lock:
             self._state.skip(page.path)
-            self._forget(page)
+            self._state.forget(page.name, page.load.layout)
         return Reason.CORRUPT
-
-    def _forget(self, page: PageLoad) -> None:
-        """Forget a page, unless there is another of its key. Needs the state's lock."""
-        state = self._state
-        if page.load.layout == state.layout and state.index.is_at(page.name):
-            state.index.drop(page.name.key)
 
     def run_deadlines(self) -> None:
         """Finish loads at their deadlines, whatever their requests do."""

@@ -146,7 +146,6 @@ def test_a_number_is_behind_all_others(make_engine: Any) -> None:
     for engine in (a, d):
         assert engine.refresh(TIMEOUT_S, full=True)
         assert not any(engine.contains(run.keys))
-    assert len(listed(a, records.ERASED)) == 2, "its first record is left"
 
 
 @pytest.mark.parametrize("number", [1 << 31, (1 << 48) - 1, (1 << 31) - 1])
