@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.erasing import Records
-    from sglang_tiered.storage.bucket.limits import Breaker
     from sglang_tiered.storage.bucket.names import Layout
-    from sglang_tiered.storage.bucket.requests import Requests
+    from sglang_tiered.storage.bucket.requests import Breaker, Requests
     from sglang_tiered.storage.bucket.state import BucketState
 
 __all__ = ["Discovery"]
@@ -87,7 +86,7 @@ class Discovery:
                     return None
                 wait_s = self._next_at - state.clock()
                 if self._breaker.is_open:
-                    wait_s = self._breaker.wait_s()
+                    wait_s = self._breaker.probes.wait_s
                 elif state.listed_epoch != state.epoch:
                     wait_s = 0.0
                 wait_s = max(wait_s, self._pause.wait_s)

@@ -27,9 +27,8 @@ from sglang_tiered.storage.base import (
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.discovery import Discovery
 from sglang_tiered.storage.bucket.erasing import Keeper, Records, erase
-from sglang_tiered.storage.bucket.limits import Breaker
 from sglang_tiered.storage.bucket.names import NAMESPACE_BYTES
-from sglang_tiered.storage.bucket.requests import BucketError, Requests
+from sglang_tiered.storage.bucket.requests import Breaker, BucketError, Requests
 from sglang_tiered.storage.bucket.state import BucketState
 from sglang_tiered.storage.bucket.transfers import Transfers
 from sglang_tiered.storage.jobs import Workers, call_each
@@ -94,7 +93,7 @@ class BucketEngine(TierEngine):
     ) -> None:
         _check(namespace)
         self._settings = settings
-        self._breaker = breaker = Breaker(clock, name=settings.url, on_open=self._wake_discovery)
+        self._breaker = breaker = Breaker(clock, settings.url, self._wake_discovery)
         self._requests = requests = Requests(
             settings.url, timeout_s=settings.request_timeout_s, on_outcome=breaker.note
         )

@@ -253,8 +253,7 @@ class Keeper:
                     if name is not None
                     and state.erased.kills(layout.namespace, name.tenant, name.key, name.stamp)
                 ]
-            if gone:
-                self._requests.delete(gone)
+            self._requests.delete(gone)
 
     def _clean_pins(self, layout: Layout) -> None:
         """Rewrite pins that name what was erased, as they note what was there, or delete them.

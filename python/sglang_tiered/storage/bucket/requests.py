@@ -1,4 +1,4 @@
-"""Requests to a bucket: how ``obstore`` is opened and asked, what they took, and what went wrong.
+"""Requests to a bucket: how ``obstore`` is opened and asked, what went wrong, and when not to ask.
 
 The text of a library's error names the endpoint, and a refusal repeats the key id: it is read here
 to tell causes apart, and goes no further.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import logging
 import os
 import re
 import threading
@@ -24,13 +25,15 @@ import requests
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
+from sglang_tiered.storage.backoff import Backoff
+from sglang_tiered.storage.base import Health
 from sglang_tiered.storage.bucket.directory import LISTED_AT_ONCE, Directory, Listed
 from sglang_tiered.storage.jobs import call_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["BucketError", "Failure", "Requests", "explain"]
+__all__ = ["Breaker", "BucketError", "Failure", "Requests", "explain"]
 
 try:
     import obstore
@@ -38,6 +41,8 @@ try:
 except ImportError:  # the tier is optional: only opening it asks for the library
     obstore = None  # type: ignore[assignment]
 
+
+logger = logging.getLogger(__name__)
 
 REMOTE = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 _OWNERS = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}
@@ -63,6 +68,8 @@ _memory_lock = threading.Lock()
 _DELETED_AT_ONCE = 1000  # by a bulk delete
 _NOT_OFFERED = (400, 405, 501)  # answers to a bulk delete
 _NUM_AT_ONCE = 8  # requests under way of those that are asked for together
+
+_FAILURES_TOLERATED = 2
 
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
@@ -412,3 +419,60 @@ class Requests:
         if cause is not None:
             raise cause from None
         return answer
+
+
+class Breaker:
+    """RUNNING -> MISS_ONLY after failed reads in a row, of whatever thread. From then on only the
+    discovery thread asks, one probe after a pause that doubles, and the first that succeeds brings
+    RUNNING back. (A ``HealthMonitor`` lets loads be the probes, which may take seconds here.)
+
+    A bucket that never answered yet gets no benefit of the doubt: its first failure opens.
+    Thread-safe. ``stores``: pauses behind puts that failed, while loads go on."""
+
+    def __init__(self, clock: Callable[[], float], name: str, on_open: Callable[[], None]) -> None:
+        self._name = name
+        self._on_open = on_open
+        self._lock = threading.Lock()
+        self._tolerated = 0  # failures in a row
+        self._cause = ""
+        self.probes = Backoff(clock)  # open while one failed
+        self.stores = Backoff(clock)
+
+    @property
+    def is_open(self) -> bool:
+        return self.probes.num_failures > 0
+
+    def accepts_stores(self) -> bool:
+        return not self.is_open and self.stores.is_over
+
+    def diagnosis(self) -> tuple[Health, str]:
+        """Return the state of now and why; the reason is empty while RUNNING."""
+        with self._lock:
+            return (Health.MISS_ONLY, self._cause) if self.is_open else (Health.RUNNING, "")
+
+    def note(self, error: BucketError | None) -> None:
+        """Note a request that reads: None was answered, if only by "not found"; an error after its
+        retries."""
+        if error is not None:
+            self._fail(error.clause, self._tolerated)
+            return
+        with self._lock:
+            was_open, self._tolerated = self.is_open, _FAILURES_TOLERATED
+            self.probes.succeed()
+        if was_open:
+            logger.info("%s answers again", self._name)
+
+    def fault(self, what: str) -> None:
+        """Note that the engine failed, not the bucket, in an except clause: misses until a probe
+        succeeds."""
+        logger.exception("%s: internal error while %s", self._name, what)
+        self._fail(f"internal error while {what}", 0)
+
+    def _fail(self, cause: str, tolerated: int) -> None:
+        with self._lock:
+            was_open, self._cause = self.is_open, cause
+            self.probes.fail(tolerated)
+            opens = self.is_open and not was_open
+        if opens:
+            self._on_open()
+            logger.warning("%s: %s; every lookup misses until it works again", self._name, cause)

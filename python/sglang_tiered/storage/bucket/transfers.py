@@ -22,8 +22,7 @@ from sglang_tiered.storage.bucket.state import BucketLoad, PageLoad, Upload
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job, Page, Run
-    from sglang_tiered.storage.bucket.limits import Breaker
-    from sglang_tiered.storage.bucket.requests import Requests
+    from sglang_tiered.storage.bucket.requests import Breaker, Requests
     from sglang_tiered.storage.bucket.state import BucketState
 
 __all__ = ["Transfers"]
