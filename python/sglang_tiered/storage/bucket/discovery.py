@@ -8,14 +8,13 @@ still, and notices what is gone. Its passes are the probes of an open breaker.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.bucket.index import MAX_STEPS
 from sglang_tiered.storage.bucket.names import PageName, parse_page
 from sglang_tiered.storage.bucket.pins import alive, read_pin
-from sglang_tiered.storage.bucket.requests import BucketError, Failure
+from sglang_tiered.storage.bucket.requests import BucketError, Failure, tried
 from sglang_tiered.storage.promises import keep
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.state import BucketState
 
 __all__ = ["Discovery"]
-
-logger = logging.getLogger(__name__)
 
 FULL_LISTING_S = 600.0
 LOOK_BACK_S, FAR_S = 120.0, 60.0  # how far back, and how often so far
@@ -56,21 +53,15 @@ class Discovery:
     def run(self) -> None:
         state = self._state
         while True:
-            orders: list[tuple[bool, Future[bool]]] | None = []
-            succeeded = False
-            try:
-                orders = self._await_work()
-                if orders is None:
-                    return
-                self._pass(any(full for full, _ in orders))
-                succeeded = True
+            orders = self._await_work()
+            if orders is None:
+                return
+            succeeded = tried("listing pages", self._pass, any(full for full, _ in orders))
+            if succeeded:
                 self._pause.succeed()
-            except BucketError:  # counted by the client; the breaker knows
+            else:
                 self._pause.fail()
-            except BaseException:  # a panic of the library is no Exception
-                self._pause.fail()
-                logger.exception("internal error while listing pages; known ones stay")
-            for _, future in orders or ():
+            for _, future in orders:
                 keep(future, succeeded)
             self._next_at = state.clock() + state.settings.refresh_s
 
@@ -78,8 +69,8 @@ class Discovery:
         """Return the refreshes that the pass now due is for; None when the engine is closed."""
         state = self._state
         while True:
-            if not self._pause.wait_s:
-                self._sweep()
+            if self._pause.is_over and not tried("sweeping", self._sweep):
+                self._pause.fail()
             self._records.tell()  # an owner that came late, or that failed
             with state.lock:
                 if state.closed:

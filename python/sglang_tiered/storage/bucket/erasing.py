@@ -30,11 +30,11 @@ from sglang_tiered.storage.bucket.pins import (
     read_pin,
     write_changed,
 )
-from sglang_tiered.storage.bucket.requests import BucketError, Failure
+from sglang_tiered.storage.bucket.requests import BucketError, Failure, tried
 from sglang_tiered.storage.promises import all_true, ended, keep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Erasure
@@ -116,17 +116,12 @@ class Records:
                         return
                     num_records = min(len(state.untold), _TOLD_AT_ONCE)
                     batch = [state.untold.popleft() for _ in range(num_records)]
-                try:
-                    if self._pause.is_over:
-                        told(batch)
-                        self._pause.succeed()
-                        continue
-                except BaseException:
+                if not self._pause.is_over or not tried("telling of erasures", told, batch):
                     self._pause.fail()
-                    logger.exception("internal error while telling of erasures; it is tried again")
-                with state.lock:
-                    state.untold.extendleft(reversed(batch))
-                return
+                    with state.lock:
+                        state.untold.extendleft(reversed(batch))
+                    return
+                self._pause.succeed()
 
 
 class Keeper:
@@ -143,25 +138,13 @@ class Keeper:
             orders = self._await_work()
             if orders is None:
                 return
-            are_erased = self._tried(self._erase, orders)
-            are_settled = self._tried(self._settle_pins)
+            are_erased = tried("erasing", self._erase, orders)
             for order in orders:  # all that was asked before is durable too, or none
                 keep(order.durable, are_erased)
-            if are_erased and are_settled:
+            if self._settle_pins() and are_erased:
                 self._backoff.succeed()
             else:
                 self._backoff.fail()
-
-    def _tried(self, step: Callable[..., None], *arguments: object) -> bool:
-        """Return whether a step succeeded; it is tried again."""
-        try:
-            step(*arguments)
-        except BucketError:
-            return False  # the requests know, and say so
-        except BaseException:  # a panic of the library is no Exception
-            logger.exception("internal error while erasing or pinning; it is tried again")
-            return False
-        return True
 
     def _await_work(self) -> list[PendingErasure] | None:
         """Return the erasures to make durable, those that failed before too; None when closed."""
@@ -275,33 +258,31 @@ class Keeper:
 
     # ---- Pins ----
 
-    def _settle_pins(self) -> None:
-        """Write all that changed. Raises the last error."""
-        state = self._state
-        failed: BaseException | None = None
+    def _settle_pins(self) -> bool:
+        """Write all that changed, but for pins of what was erased and has no record yet: they would
+        count as older than that. Returns whether nothing is left."""
+        state, pins = self._state, self._state.pins
         with state.lock:
-            layout, changes = state.layout, dict(state.pins.unsettled)
-        for name, change in changes.items():
-            try:
-                if not self._settle_pin(layout, name, change):
-                    failed = BucketError(Failure.UNAVAILABLE, "put awaits the record of an erasure")
-            except BaseException as error:  # a panic of the library is no Exception
-                failed = error
+            layout, changes = state.layout, dict(pins.unsettled)
+            found = {name: pins.book.get(name) for name in changes}
+            early = {
+                name for name, pin in found.items() if pin and state.is_erased(pin.keys, pin.tenant)
+            }
+        is_done = not early
+        for name in changes.keys() - early:
+            if not tried("pinning", self._settle_pin, layout, name, changes[name]):
+                is_done = False
                 with state.lock:
-                    state.pins.end(change, False)  # and tried again
-        if failed is not None:
-            raise failed
+                    pins.end(changes[name], False)  # and tried again
+        return is_done
 
-    def _settle_pin(self, layout: Layout, name: str, change: PinChange) -> bool:
-        """Write the pin in force, or delete it, unless it changes meanwhile. Returns whether it
-        could be: what is erased now would be erased of it, too."""
+    def _settle_pin(self, layout: Layout, name: str, change: PinChange) -> None:
+        """Write the pin in force, or delete it, unless it changes meanwhile."""
         state, pins = self._state, self._state.pins
         with state.lock:
             if pins.unsettled.get(name) is not change:
-                return True
+                return
             pin, stamp = pins.book.get(name), state.seen
-            if pin is not None and state.is_erased(pin.keys, pin.tenant):
-                return False
         if pin is None:
             self._requests.delete([layout.pin(name)])
         else:
@@ -313,4 +294,3 @@ class Keeper:
                     pins.stamps[name] = stamp
                     pins.found[layout.pin(name)] = "", name  # until it is listed
                 pins.end(change, True)
-        return True

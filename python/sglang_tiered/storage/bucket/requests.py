@@ -33,7 +33,7 @@ from sglang_tiered.storage.jobs import call_each
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["Breaker", "BucketError", "Failure", "Requests", "explain"]
+__all__ = ["Breaker", "BucketError", "Failure", "Requests", "explain", "tried"]
 
 try:
     import obstore
@@ -242,6 +242,18 @@ def explain(error: BaseException, kind: str) -> BucketError:
     if isinstance(error, OSError) and error.strerror:
         return said(Failure.UNAVAILABLE, f"failed: {error.strerror}")
     return said(Failure.UNAVAILABLE, f"failed ({name})")
+
+
+def tried(doing: str, step: Callable[..., object], *arguments: object) -> bool:
+    """Return whether a step of a thread succeeded. Whatever it raises, the thread goes on."""
+    try:
+        step(*arguments)
+    except BucketError:
+        return False  # the requests know, and say so
+    except BaseException:  # a panic of the library is no Exception
+        logger.exception("internal error while %s; it is tried again", doing)
+        return False
+    return True
 
 
 def _open(url: str, timeout_s: float) -> Directory | Remote:
