@@ -147,9 +147,10 @@ class Discovery:
             newest_s = max([newest_s, *(each.modified for each in chunk)])
             with state.lock:
                 self._check(epoch)
+                reach = state.reach  # what is beyond it is looked at again
                 for each, name in named:
                     is_young = each.modified >= oldest_s or state.pins.is_wanted(name.key)
-                    if is_young and self._is_good(each, name, layout):
+                    if name.stamp <= reach and is_young and self._is_good(each, name, layout):
                         state.index.put(name, is_listed=True)
         if full:
             self._sweep(epoch)
@@ -178,7 +179,7 @@ class Discovery:
             with state.lock:
                 self._check(epoch)
                 name = pins.found.get(each.path, ("", ""))[1] if found is None else found[0].name
-                if name in pins.ours:
+                if name in pins.ours or (found is not None and found[1] > state.reach):
                     continue
                 pins.found[each.path] = each.tag, name
                 pin = None if found is None else alive(*found, state.erased, layout.namespace)

@@ -112,7 +112,7 @@ class Records:
                 with state.lock:
                     told: OnErased | None = state.on_erased
                     if told is None or not state.untold:
-                        state.catch_up()
+                        state.seen = max(state.seen, state.reach)
                         return
                     num_records = min(len(state.untold), _TOLD_AT_ONCE)
                     batch = [state.untold.popleft() for _ in range(num_records)]

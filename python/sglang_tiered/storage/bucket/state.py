@@ -63,7 +63,6 @@ class Upload:
     job: Job
     position: int
     namespace: bytes
-    epoch: int
     stamp: int
     num_bytes: int
     dropped: bool = False  # erased meanwhile
@@ -203,17 +202,19 @@ class BucketState:
         while len(self.heard) > _MAX_HEARD:
             del self.heard[next(iter(self.heard))]
 
-    def hide(self, what: Erasure | None) -> None:
-        """Hide what an erasure of this namespace names, on its way or held."""
+    def hide(self, what: Erasure | None, number: int) -> None:
+        """Hide what an erasure of this namespace names (None: everything), on its way or held, and
+        was stored without knowing a record of that number."""
+        self.pins.erase(what, number)
         self.drop_uploads(what)
         index = self.index
         if what is None or what.is_everything:
             num_pages = index.clear()
-        elif what.keys is not None:
-            num_pages = sum(index.drop(key) for key in what.keys)
-        else:
-            assert what.tenant is not None
+        elif what.tenant is not None:
             num_pages = index.drop_tenant(what.tenant)
+        else:
+            held = map(index.get, what.keys or ())
+            num_pages = sum(index.drop(each.key) for each in held if each and each.stamp < number)
         self.num_pages_erased += num_pages
         self.discovery_ready.notify_all()  # it sweeps
 
@@ -221,12 +222,11 @@ class BucketState:
         """Hide what has no record so far: whatever has the stamp of one that is known may be from
         before."""
         self.erased.expect(what, self.namespace)
-        self.pins.erase(what, self.erased.top + 1)
-        self.hide(what)
+        self.hide(what, self.erased.top + 1)
 
     def apply(self, record: Record) -> bool:
-        """Hide what a record of one piece names and was stored without knowing it, and have the
-        owner told. Returns whether that is done, whatever namespace comes."""
+        """Hide what a record of one piece names, and have the owner told. Returns whether that is
+        done, whatever namespace comes."""
         self.erased.add(record)
         what = record.what
         if what is not None and (what.is_empty or self.heard.get(what.id)):
@@ -236,15 +236,7 @@ class BucketState:
         if what is not None:
             self.hear([what], is_own=False)
             self.untold.append(what)
-        self.pins.erase(what, record.number)
-        if what is None or what.keys is None:
-            self.hide(what)  # what is alive is listed again
-            return True
-        self.drop_uploads(what)
-        for key in what.keys:
-            held = self.index.get(key)
-            if held is not None and held.stamp < record.number:
-                self.num_pages_erased += self.index.drop(key)
+        self.hide(what, record.number)  # what is alive is listed again
         return True
 
     def drop_uploads(self, what: Erasure | None) -> None:
@@ -272,14 +264,6 @@ class BucketState:
             del self.uploads[upload]
             self.settle(upload, Reason.CANCELLED)
 
-    def take_upload(self) -> Upload | None:
-        """Return what to upload next."""
-        upload = next(iter(self.uploads), None)
-        if upload is not None:
-            del self.uploads[upload]
-            self.uploading[upload] = None
-        return upload
-
     def ask_keeper(self) -> None:
         """Have the keeper try at once, whatever it waits for."""
         self.is_asked = True
@@ -303,11 +287,11 @@ class BucketState:
         page = self.namespace, tenant
         return any(self.erased.hides(*page, key, self.seen) for key in keys)
 
-    def catch_up(self) -> None:
-        """Count what the owner stores from now on as younger than all records that it knows. Those
-        of its own erasures that are not written yet are none of them."""
-        unwritten = (order.after for order in self.orders if not order.number)
-        self.seen = max(self.seen, min([self.learned, *unwritten]))
+    @property
+    def reach(self) -> int:
+        """All records up to this one are applied, and those of this server's erasures that are not
+        written yet will be behind it."""
+        return min([self.learned, *(each.after for each in self.orders if not each.number)])
 
     # ---- Ends of stores and loads ----
 

@@ -99,13 +99,16 @@ class Transfers:
     def _take(self) -> PageLoad | Upload | None:
         """Wait for a page to load, or one to upload; None when the engine is closed. Needs the
         state's lock."""
-        state, num_threads = self._state, self._state.settings.num_connections
+        state = self._state
+        max_uploads = -(-state.settings.num_connections // 2)
         while not state.loads:
-            upload = None
-            if len(state.uploading) < -(-num_threads // 2):
-                upload = state.take_upload()
-            if upload is not None or state.closed:
+            if state.uploads and len(state.uploading) < max_uploads:
+                upload = next(iter(state.uploads))
+                del state.uploads[upload]
+                state.uploading[upload] = None
                 return upload
+            if state.closed:
+                return None
             state.transfer_ready.wait()
         return state.loads.popleft()
 
@@ -231,9 +234,7 @@ class Transfers:
                 job.reasons[position] = Reason.REJECTED
                 room = num_bytes  # a chain is of no use behind its first gap
             else:
-                uploads.append(
-                    Upload(job, position, state.namespace, state.epoch, state.seen, length)
-                )
+                uploads.append(Upload(job, position, state.namespace, state.seen, length))
                 num_bytes += length
         return uploads
 
@@ -279,7 +280,7 @@ class Transfers:
                 state.num_pages_stored += 1
                 state.bytes_stored += upload.num_bytes
                 state.skipped.pop(path, None)
-                if upload.epoch == state.epoch:
+                if upload.namespace == state.namespace:
                     state.index.put(name)
                 return Reason.OK
         self._requests.delete([path])  # whoever erased it may have looked before it was there

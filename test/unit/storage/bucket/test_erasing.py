@@ -306,6 +306,27 @@ def test_no_listing_brings_a_pin_back(a: BucketEngine) -> None:
     assert a.refresh(TIMEOUT_S) and not a.has_pin("p")
 
 
+def test_erasing_hides_what_knows_an_unread_record(a: BucketEngine, b: BucketEngine) -> None:
+    """It is listed in the pass that did not read that, and its stamp is above all known here."""
+
+    def meanwhile() -> None:
+        assert is_true(a.erase(Erasure(tenant=B)), TIMEOUT_S)
+        store(a, RUN)
+
+    before(b, "listing", meanwhile, "/pages")
+    assert b.refresh(TIMEOUT_S)
+    gate = Gate(b, "put", "/erased/")
+    begun = b.erase(Erasure.of(RUN.keys))
+    assert not any(b.contains(RUN.keys))
+    assert gate.reached.wait(TIMEOUT_S)
+    assert b.refresh(TIMEOUT_S, full=True)
+    assert not any(b.contains(RUN.keys)), "the listing brought it back"
+    gate.opened.set()
+    assert is_true(begun, TIMEOUT_S)
+    assert not any(b.contains(RUN.keys))
+    store(b, RUN)
+
+
 def test_forgets_that_keep_coming_are_answered(make_engine: Any) -> None:
     a, more, at_first = make_engine(), list["Future[bool]"](), list[int]()
     before(a, "put", lambda: more.append(a.erase(Erasure.of([bytes([len(more)]) * 32]))), times=20)
