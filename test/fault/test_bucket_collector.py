@@ -18,7 +18,7 @@ from object_proxy import FaultProxy, status
 
 from kit.runs import NAMESPACE
 from kit.waiting import eventually
-from sglang_tiered.storage.base import Erasure, PinRefusal, Reason, Run
+from sglang_tiered.storage.base import Erasure, Health, PinRefusal, Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.directory import STAGED
@@ -160,6 +160,19 @@ def test_a_collector_goes_on_until_it_is_done(
         eventually(lambda: len(paths(engine)) == 4, "the cap is not held")
         assert engine.refresh(TIMEOUT_S, full=True)
         assert all(engine.contains(run_of(4).keys))
+
+
+def test_refused_deletes_of_the_collector_are_told(
+    s3_url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or nobody hears why the bucket outgrows its cap."""
+    monkeypatch.setattr("sglang_tiered.storage.bucket.collect._FIRST_RUN_S", 0.01)
+    proxy.add("POST", "delete", status(403, "AccessDenied"))
+    with opened(s3_url, capacity_bytes=RUN_BYTES) as engine:
+        assert store(engine, run_of(1), run_of(2)) == OK
+        engine.start_collecting()
+        eventually(lambda: engine.object_stats().refused["delete"])
+        assert engine.stats().health is Health.RUNNING
 
 
 def pinned(engine: BucketEngine, name: str, run: Run, **options: Any) -> None:

@@ -120,14 +120,10 @@ class BucketEngine(TierEngine):
         return self._diagnosis()[0]
 
     def start_collecting(self) -> None:
-        """Keep the namespace in bounds from now on, in turn with the other servers that have it.
-        By requests of its own, whose failures are not those of loads."""
+        """Keep the namespace in bounds from now on, in turn with the other servers that have it."""
         settings = self._settings
-        self._collector = Collector(
-            Requests(settings.url, timeout_s=settings.request_timeout_s),
-            CollectorSettings(capacity_bytes=settings.capacity_bytes, ttl_s=settings.ttl_s),
-        )
-
+        bounds = CollectorSettings(capacity_bytes=settings.capacity_bytes, ttl_s=settings.ttl_s)
+        self._collector = Collector(self._requests, bounds)
         run = partial(self._collector.run_in_background, self._stop, lambda: self.namespace)
         self._workers.start("bucket-collector", run)
 
@@ -362,8 +358,6 @@ class BucketEngine(TierEngine):
             state.notify_all()
         self._stop.set()
         self._requests.close()
-        if self._collector is not None:
-            self._collector.requests.close()
         state.promises.close()
         if self._workers.join(min(self._settings.request_timeout_s, _MAX_CLOSE_S)):
             return

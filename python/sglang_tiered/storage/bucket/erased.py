@@ -63,7 +63,7 @@ _MERGED_FROM = 64
 _MAX_KEYS = 1 << 16  # as they are, some 150 bytes each; those before take 12
 _MAX_HASHES = 1 << 23
 _MAX_SAMPLE = 1 << 13
-_MAX_TENANTS = 1 << 17
+_MAX_WHOLES = 1 << 17
 _MAX_LISTINGS = 8
 
 _SEED = secrets.randbits(64)
@@ -276,8 +276,7 @@ class _StampBounds:
         self.keys: dict[bytes, int] = {}
         self.hashes = np.empty(0, np.uint64)  # sorted
         self.hash_numbers = np.empty(0, np.uint32)
-        self.tenants: dict[bytes, int] = {}
-        self.namespaces: dict[bytes, int] = {}
+        self.wholes: dict[bytes, int] = {}  # tenants and namespaces
 
     def note(self, what: Erasure, namespace: bytes, number: int) -> int:
         """Note an erasure. Returns the highest number of those that no longer fit in memory."""
@@ -285,11 +284,10 @@ class _StampBounds:
             for key in what.keys:
                 _raise(self.keys, key, number)
             return self._pack_keys() if len(self.keys) > _MAX_KEYS else 0
-        if what.tenant is not None:
-            _raise(self.tenants, what.tenant, number)
-            return _fold(self.tenants, _MAX_TENANTS)
-        _raise(self.namespaces, namespace, number)
-        return 0
+        _raise(self.wholes, namespace if what.tenant is None else what.tenant, number)
+        if len(self.wholes) <= _MAX_WHOLES:
+            return 0
+        return max(self.wholes.pop(each) for each in list(self.wholes)[: _MAX_WHOLES // 2])
 
     def _pack_keys(self) -> int:
         """Sort these keys alone, and insert them: lookups wait for it."""
@@ -319,7 +317,7 @@ class _StampBounds:
         self.hashes, self.hash_numbers = self.hashes[are_kept], self.hash_numbers[are_kept]
 
     def keep_only(self, lowest: int) -> None:
-        for numbers in (self.keys, self.tenants, self.namespaces):
+        for numbers in (self.keys, self.wholes):
             for each in [each for each, number in numbers.items() if number < lowest]:
                 del numbers[each]
         self._keep_hashes(self.hash_numbers >= lowest)
@@ -328,8 +326,8 @@ class _StampBounds:
         return max(
             self.keys.get(key, 0),
             self._of_hash(key) if len(self.hashes) else 0,
-            self.tenants.get(tenant, 0),
-            self.namespaces.get(namespace, 0),
+            self.wholes.get(tenant, 0),
+            self.wholes.get(namespace, 0),
         )
 
     def _of_hash(self, key: bytes) -> int:
@@ -390,9 +388,3 @@ def _hash(key: bytes) -> int:
 
 def _raise(numbers: dict[bytes, int], each: bytes, number: int) -> None:
     numbers[each] = max(numbers.pop(each, 0), number)
-
-
-def _fold(numbers: dict[bytes, int], most: int) -> int:
-    if len(numbers) <= most:
-        return 0
-    return max(numbers.pop(each) for each in list(numbers)[: most // 2])
