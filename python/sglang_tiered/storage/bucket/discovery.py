@@ -1,9 +1,9 @@
 """How an engine learns of what others do: one thread that lists, and waits for nothing else.
 
 A pass lists the records of erasures, the pins, and the pages from a cursor on. The cursor is the
-store's own time of the newest page seen, less a look-back for uploads that take long. Once a minute
-it looks back further, for clocks that differ. A full listing now and then finds what came later
-still, and notices what is gone. Its passes are the probes of an open breaker.
+store's own time of the newest page seen, less a look-back for uploads that take long. A full
+listing now and then finds what came later still, and notices what is gone. Its passes are the
+probes of an open breaker.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["Discovery"]
 
 FULL_LISTING_S = 600.0
-LOOK_BACK_S, FAR_S = 120.0, 60.0  # how far back, and how often so far
+LOOK_BACK_S = 30.0
+"""Uploads take less: a request and its retries. Names are from when they begin."""
+
 _MAX_BYTES = (1 << 32) - 1  # the index has 32 bits for them
-NEAR_S = 20.0
-"""How far back at other times: uploads take less, their names are from when they begin."""
 
 
 class Discovery:
@@ -46,7 +46,7 @@ class Discovery:
         self._breaker = breaker
         self._records = records
         self._newest_s = 0.0  # by the store's clock
-        self._last_full = self._last_far = 0.0
+        self._last_full = 0.0
         self._next_at = state.clock()
         self._pause = Backoff(state.clock)  # behind a pass that failed
 
@@ -108,13 +108,7 @@ class Discovery:
         full = full or state.clock() - self._last_full >= FULL_LISTING_S
         self._records.learn(full=full)
         self._look_at_pins(layout, epoch)
-        now = state.clock()
-        is_far = full or now - self._last_far >= FAR_S
-        newest_s = self._look_at_pages(
-            layout, epoch, full=full, look_back_s=LOOK_BACK_S if is_far else NEAR_S
-        )
-        if is_far:
-            self._last_far = now
+        newest_s = self._look_at_pages(layout, epoch, full=full)
         self._newest_s = max(newest_s, 0.0 if full else self._newest_s)
         with state.lock:
             state.listed_epoch = epoch
@@ -126,14 +120,12 @@ class Discovery:
         if self._state.closed or self._state.epoch != epoch:
             raise BucketError(Failure.UNAVAILABLE, "list is of another namespace")
 
-    def _look_at_pages(
-        self, layout: Layout, epoch: int, *, full: bool, look_back_s: float
-    ) -> float:
+    def _look_at_pages(self, layout: Layout, epoch: int, *, full: bool) -> float:
         """List pages; returns the time of the newest one, by the store's clock."""
         state = self._state
         after = None
         if not full and self._newest_s:
-            from_s = max(int(self._newest_s - look_back_s), 0)
+            from_s = max(int(self._newest_s - LOOK_BACK_S), 0)
             after = PageName(b"", b"", 0, 0, from_s).stem(layout).partition("-")[0]
         ttl_s = state.settings.ttl_s
         oldest_s = 0.0 if ttl_s is None else state.wall_clock() + state.skew_s - ttl_s
