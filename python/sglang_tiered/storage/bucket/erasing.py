@@ -163,20 +163,13 @@ class Keeper:
     # ---- Erasures ----
 
     def _erase(self, orders: list[PendingErasure]) -> None:
-        """Make erasures durable, and those that are asked for while their records are written: what
-        is listed of tenants and namespaces goes, once for all. Of single pages those go that are
-        known here, and others with the next collector. Raises ``BucketError``."""
-        if not orders:
-            return
+        """Make erasures durable: what is listed of tenants and namespaces goes, once for all. Of
+        single pages those go that are known here, and others with the next collector. Raises
+        ``BucketError``."""
         state = self._state
         new = [order for order in orders if not order.number]
         if new:
             self._number(new)
-        with state.lock:
-            late = [order for order in state.orders if not order.number]
-        if late:
-            self._number(late)
-            orders += late
         with state.lock:  # a store under way may still arrive
             under_way = [upload for upload in state.uploading if upload.dropped]
             state.upload_done.wait_for(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.storage.base import TenantUsage
 from sglang_tiered.storage.bucket.names import PageName
@@ -46,6 +46,9 @@ class BucketIndex:
     """At most ``max_pages``, ``capacity_bytes``, and ``max_tenant_bytes`` for one tenant, if these
     are set; the oldest go first, but none that ``is_pinned``. Of two pages of one key the later
     counts."""
+
+    _evicted_s: int
+    num_dead: int
 
     def __init__(
         self,
@@ -128,10 +131,16 @@ class BucketIndex:
         )
         self._count(share, 1, name.length)
         self._count_pinned(share, name.length if self._is_pinned(name.key) else 0)
-        if self._max_tenant_bytes is not None and any(name.tenant):
+        limit = self._max_tenant_bytes
+        if limit is not None and any(name.tenant):
             share.keys[name.key] = None
-            self._evict_of_share(share, self._max_tenant_bytes)
-        self._evict()
+            if share.num_bytes > limit:
+                enough = limit - (limit >> _SPARE_SHIFT)
+                evicted_s = self._evict(share.keys, lambda: share.num_bytes <= enough)
+                share.evicted_s = max(share.evicted_s, evicted_s)
+        if not self._has_room():
+            evicted_s = self._evict(self._rows, lambda: self._has_room(spare=True))
+            self._evicted_s = max(self._evicted_s, evicted_s)
 
     def _is_too_old(self, name: PageName, share: _Share | None) -> bool:
         """Return whether a page would have to go before any other of all, or of its tenant."""
@@ -225,35 +234,22 @@ class BucketIndex:
             elif unseen and row[-1] != self._mark:
                 self.drop(key)
 
-    def _evict(self) -> None:
-        """Drop from the oldest on, at most some. What is pinned goes to the end."""
-        if self._has_room():
-            return
-        for key in list(itertools.islice(self._rows, MAX_STEPS)):
+    def _evict(self, keys: dict[bytes, Any], is_enough: Callable[[], bool]) -> int:
+        """Drop from the oldest of these on, at most some; returns the time of the youngest that
+        went. What is pinned goes to the end."""
+        evicted_s = 0
+        for key in list(itertools.islice(keys, MAX_STEPS)):
             held = self.get(key)
             if held is None:
                 self.sweep([key])
-            elif self._has_room(spare=True):
-                return
+            elif is_enough():
+                break
             elif self._is_pinned(key):
-                self._rows[key] = self._rows.pop(key)
+                keys[key] = keys.pop(key)
             else:
-                self._evicted_s = max(self._evicted_s, held.unix_s)
+                evicted_s = max(evicted_s, held.unix_s)
                 self.num_pages_evicted += self.drop(key)
-
-    def _evict_of_share(self, share: _Share, limit: int) -> None:
-        """Drop the oldest of a share until it keeps its limit. What is pinned goes to the end."""
-        if share.num_bytes <= limit:
-            return
-        for key in list(itertools.islice(share.keys, MAX_STEPS)):
-            if share.num_bytes <= limit - (limit >> _SPARE_SHIFT):
-                return
-            held = self.get(key)
-            if held is None or self._is_pinned(key):
-                share.keys[key] = share.keys.pop(key)
-            else:
-                share.evicted_s = max(share.evicted_s, held.unix_s)
-                self.num_pages_evicted += self.drop(key)
+        return evicted_s
 
     def check_integrity(self) -> None:
         """Recount everything."""

@@ -83,13 +83,6 @@ _RANGE = re.compile(r"InvalidRange|StartTooLarge|Wanted range starting")
 _DENIED_TYPES = ("PermissionDeniedError", "UnauthenticatedError")
 
 
-def require_library() -> None:
-    """Raise ``ConfigError`` without obstore."""
-    require("the object tier", "obstore")
-    if obstore is None:
-        raise ConfigError("obstore is installed but cannot be imported; install it anew.")
-
-
 class Remote:
     """The objects of a bucket (S3, GCS, Azure), by ``obstore``. It retries, with pauses, within the
     timeout of one request; it is configured here alone.
@@ -259,7 +252,9 @@ def tried(doing: str, step: Callable[..., object], *arguments: object) -> bool:
 def _open(url: str, timeout_s: float) -> Directory | Remote:
     """Open what a URL names, touching nothing but a directory. Raises ``ConfigError`` if it is
     invalid, or without obstore."""
-    require_library()
+    require("the object tier", "obstore")
+    if obstore is None:
+        raise ConfigError("obstore is installed but cannot be imported; install it anew.")
     try:
         parts = urlsplit(url)
         is_bare = not (parts.username or parts.password or parts.query or parts.fragment)
