@@ -88,7 +88,9 @@ class Directory:
         for num_left in reversed(range(_MAX_TRIES)):  # another server removes folders left empty
             try:
                 with self._open_folder(folder, make=True) as fd:
-                    self._write(fd, name, data)
+                    staged = f"{name}{STAGED}{secrets.token_hex(8)}"
+                    # As far as the umask says: servers of other users share them.
+                    replace_file(name, data, staged, fd, mode=0o666)
                     self._sync_names(fd)
                 break
             except FileNotFoundError:
@@ -115,11 +117,6 @@ class Directory:
         if is_same:
             self.write(listed.path, data)
         return is_same
-
-    def _write(self, folder: int, name: str, data: bytes | memoryview) -> None:
-        """Others may read it as far as the umask says: servers of other users share them."""
-        staged = f"{name}{STAGED}{secrets.token_hex(8)}"
-        replace_file(name, data, staged, folder, mode=0o666)
 
     def remove(self, path: str) -> None:
         """Remove a file, and the folder that it leaves empty."""
