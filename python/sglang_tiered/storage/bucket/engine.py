@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         PinInfo,
         PinRefusal,
         Run,
-        TenantUsage,
     )
     from sglang_tiered.storage.bucket.names import PageName
     from sglang_tiered.storage.encoding import PageEncoding
@@ -299,11 +298,6 @@ class BucketEngine(TierEngine):
         return self._state.pins.book.bound_bytes
 
     # ---- What there is ----
-
-    def tenants(self, limit: int) -> list[TenantUsage]:
-        with self._state.lock:
-            usage = self._state.index.usage()
-        return sorted(usage, key=lambda entry: -entry.physical_bytes)[:limit]
 
     def stats(self) -> TierStats:
         state = self._state

@@ -11,7 +11,6 @@ import itertools
 import struct
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.storage.base import TenantUsage
 from sglang_tiered.storage.bucket.names import PageName
 
 if TYPE_CHECKING:
@@ -91,12 +90,6 @@ class BucketIndex:
     @property
     def num_tenants(self) -> int:
         return len(self._tenants)
-
-    def usage(self) -> list[TenantUsage]:
-        return [
-            TenantUsage(each.tenant, each.num_pages, each.num_bytes, each.num_bytes)
-            for each in self._tenants.values()
-        ]
 
     def bytes_of(self, keys: Iterable[bytes]) -> int:
         return sum(held.length for key in keys if (held := self.get(key)) is not None)
@@ -261,9 +254,9 @@ class BucketIndex:
         assert counted == found, f"pages and bytes {found}, counted {counted}"
         pinned = self.bytes_of(key for key in self._rows if self._is_pinned(key))
         assert pinned == self.pinned_bytes, f"{pinned} bytes pinned, {self.pinned_bytes} counted"
-        usage = self.usage()
-        shares = (sum(u.num_pages for u in usage), sum(u.stored_bytes for u in usage))
-        assert shares == found, f"tenants have {shares} of {found}"
+        shares = self._tenants.values()
+        theirs = (sum(each.num_pages for each in shares), sum(each.num_bytes for each in shares))
+        assert theirs == found, f"tenants have {theirs} of {found}"
         assert {id(s) for s in self._shares.values()} == {id(s) for s in self._tenants.values()}
         keyed = {key for share in self._shares.values() for key in share.keys}
         assert keyed <= self._rows.keys(), "a share has keys without rows"
