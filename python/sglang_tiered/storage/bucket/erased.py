@@ -269,10 +269,10 @@ def _merged(
 
 
 class BucketErasures:
-    """What is dead by the records that are known, and by erasures that have none so far: the number
-    below which a stamp is that of a dead page, by what names it. Of the keys before the last some
-    it has eight bytes, which nobody can aim at: their seed is this process's own. The owner's lock
-    guards every call.
+    """What is dead by the records that are known, and by erasures that have none so far. By what
+    names a page, the number below which its stamp is that of a dead one. Of the keys before the
+    last some it has eight bytes, which nobody can aim at: their seed is this process's own. The
+    owner's lock guards every call.
 
     ``hides`` says more than ``kills``: where there were more keys than fit in memory, or a record
     that cannot be read. Rather miss pages than serve what was erased; but only what names a page

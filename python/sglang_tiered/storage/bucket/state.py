@@ -282,8 +282,8 @@ class BucketState:
         return order
 
     def is_erased(self, keys: Iterable[bytes], tenant: bytes) -> bool:
-        """Return whether any of these pages would be dead if it were stored now, as the record of
-        what names it is not there yet, or the owner has not been told."""
+        """Return whether any of these pages would be dead if it were stored now. The record of what
+        names it is not there yet, or the owner has not been told."""
         page = self.namespace, tenant
         return any(self.erased.hides(*page, key, self.seen) for key in keys)
 
