@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.budgets import DailyBudget
 from sglang_tiered.storage.base import Erasure, Reason
-from sglang_tiered.storage.bucket.erased import BucketErasures
+from sglang_tiered.storage.bucket.erased import MAX_NUMBER, BucketErasures
 from sglang_tiered.storage.bucket.index import BucketIndex
 from sglang_tiered.storage.bucket.names import Layout
 from sglang_tiered.storage.bucket.pins import BucketPins
@@ -219,10 +219,9 @@ class BucketState:
         self.discovery_ready.notify_all()  # it sweeps
 
     def hide_unrecorded(self, what: Erasure) -> None:
-        """Hide what has no record so far: whatever has the stamp of one that is known may be from
-        before."""
+        """Hide what has no record so far, whatever its writer knew."""
         self.erased.expect(what, self.namespace)
-        self.hide(what, self.erased.top + 1)
+        self.hide(what, MAX_NUMBER + 1)
 
     def apply(self, record: Record) -> bool:
         """Hide what a record of one piece names, and have the owner told. Returns whether that is

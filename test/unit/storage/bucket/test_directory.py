@@ -11,11 +11,10 @@ import pytest
 from kit.runs import NAMESPACE, make_run
 from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S
-from sglang_tiered.storage.base import Erasure, Reason, Run
+from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.directory import STAGED
-from sglang_tiered.storage.bucket.erased import record_path
 from sglang_tiered.storage.bucket.requests import BucketError, Requests
 
 SIZES = [70_000, (3000, 1, 5000), 4096, 9000, (20_000, 20_000), 12_345]
@@ -45,7 +44,6 @@ def test_a_page_under_another_name_is_refused(make_engine: Any, tmp_path: Path, 
     folder = tmp_path / "v2" / namespace.hex() / "pages" / file.parent.name
     folder.mkdir(parents=True, exist_ok=True)
     file.rename(folder / "-".join(fields[name] for name in names))
-    engine._requests.put(record_path(9, Erasure(tenant=b"t" * 16), namespace), b"")
     other = make_engine(url=tmp_path.as_uri(), namespace=namespace)
     assert other.refresh(TIMEOUT_S)
     key = bytes.fromhex(fields["key"])

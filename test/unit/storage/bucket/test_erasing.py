@@ -307,7 +307,8 @@ def test_no_listing_brings_a_pin_back(a: BucketEngine) -> None:
 
 
 def test_erasing_hides_what_knows_an_unread_record(a: BucketEngine, b: BucketEngine) -> None:
-    """It is listed in the pass that did not read that, and its stamp is above all known here."""
+    """It is listed in the pass that did not read that: its stamp is above all known here. What is
+    stored by others meanwhile is found, however long the erasure has no record."""
 
     def meanwhile() -> None:
         assert is_true(a.erase(Erasure(tenant=B)), TIMEOUT_S)
@@ -321,6 +322,10 @@ def test_erasing_hides_what_knows_an_unread_record(a: BucketEngine, b: BucketEng
     assert gate.reached.wait(TIMEOUT_S)
     assert b.refresh(TIMEOUT_S, full=True)
     assert not any(b.contains(RUN.keys)), "the listing brought it back"
+    other = make_run(2, PAGES)
+    store(a, other)
+    assert b.refresh(TIMEOUT_S)
+    assert all(b.contains(other.keys))
     gate.opened.set()
     assert is_true(begun, TIMEOUT_S)
     assert not any(b.contains(RUN.keys))
