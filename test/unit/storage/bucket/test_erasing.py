@@ -332,6 +332,26 @@ def test_erasing_hides_what_knows_an_unread_record(a: BucketEngine, b: BucketEng
     store(b, RUN)
 
 
+def test_a_namespace_that_comes_brings_its_erasures(make_engine: Any) -> None:
+    """Its pages may still be on NVMe: nothing of them is stored before the owner has heard."""
+    a, b, told = make_engine(namespace=M), make_engine(), list[Erasure]()
+    b.report_erased(told.extend)
+    store(a, RUN)
+    assert is_true(a.erase(Erasure()), TIMEOUT_S)
+    for full in (False, True):
+        assert b.refresh(TIMEOUT_S, full=full)
+    assert not told, "it is of another"
+    b.set_namespace(M)
+    assert set(finished(b.submit_store(RUN))) <= {Reason.CANCELLED, Reason.OK}
+    assert b.refresh(TIMEOUT_S)
+    assert [what.is_everything for what in told] == [True]
+    assert a.refresh(TIMEOUT_S, full=True)
+    stored = finished(b.submit_store(RUN))
+    assert set(stored) <= {Reason.OK, Reason.DUPLICATE}
+    assert a.refresh(TIMEOUT_S)
+    assert all(a.contains(RUN.keys))
+
+
 def test_forgets_that_keep_coming_are_answered(make_engine: Any) -> None:
     a, more, at_first = make_engine(), list["Future[bool]"](), list[int]()
     before(a, "put", lambda: more.append(a.erase(Erasure.of([bytes([len(more)]) * 32]))), times=20)
