@@ -27,7 +27,6 @@ _MAX_TRIES = 3
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE, errno.ENOTDIR)
 LISTED_AT_ONCE = 1000
-_MAX_KEPT = 32
 STAGED = "#"
 """In the name of a file that is still being written, or whose writer died."""
 
@@ -48,7 +47,6 @@ class Directory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._synced: set[str] = set()
-        self._kept: dict[str, _Kept] = {}  # folders of pages that are read, by path
         self._syncs_names = True
 
     @contextlib.contextmanager
@@ -77,23 +75,11 @@ class Directory:
 
     def read(self, path: str, nbytes: int) -> memoryview:
         """Return the first bytes of a file. What is no file is not found."""
-        with open(self._open_file(path), "rb") as file:
-            return memoryview(file.read(nbytes))
-
-    def _open_file(self, path: str) -> int:
-        """Open a file; of a page the folder is kept, as its bytes tell whether they are right. What
-        else is read must be what is there now, whatever is renamed or mounted."""
         folder, _, name = path.rpartition("/")
-        kept = self._kept.get(folder)
-        if kept is not None:
-            with contextlib.suppress(OSError):  # as another server removed the folder and made it
-                return _open(name, _OPEN, kept.fd)
-        with self._open_folder(folder) as fd:
-            if "/pages/" in folder:
-                if len(self._kept) >= _MAX_KEPT:
-                    self._kept.clear()
-                self._kept[folder] = _Kept(os.dup(fd))
-            return _open(name, _OPEN, fd)
+        with self._open_folder(folder) as folder_fd:
+            fd = _open(name, _OPEN, folder_fd)
+        with open(fd, "rb") as file:
+            return memoryview(file.read(nbytes))
 
     def write(self, path: str, data: bytes | memoryview) -> None:
         """Write a file, whole or not at all; durable, with its name and the folders it is in. Where
@@ -193,16 +179,6 @@ class Directory:
                     "power may take objects that were just stored",
                     self.root,
                 )
-
-
-class _Kept:
-    """An open folder, closed when nobody uses it."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __del__(self) -> None:
-        os.close(self.fd)
 
 
 def _tag(status: os.stat_result) -> str:
