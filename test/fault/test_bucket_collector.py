@@ -18,7 +18,7 @@ from object_proxy import FaultProxy, status
 
 from kit.runs import NAMESPACE
 from kit.waiting import eventually
-from sglang_tiered.storage.base import Erasure, PinRefusal, Reason, Run
+from sglang_tiered.storage.base import Erasure, Health, PinRefusal, Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.directory import STAGED
@@ -136,9 +136,11 @@ def test_only_stale_partial_files_go(tmp_path: Path) -> None:
         for place in (folder, tmp_path / ERASED, folder.parents[1] / "pins"):
             place.mkdir(exist_ok=True)
             (place / f"x{STAGED}1").write_bytes(b"?")
+        for name in ("clock", "collected"):
+            (folder.parents[1] / f"{name}{STAGED}1").write_bytes(b"?")
         assert collect(engine, 5 * 3600.0).num_removed == 0
         report = collect(engine, 7 * 3600.0)
-        assert [removal.kind for removal in report.removals] == ["staged file"] * 3
+        assert [removal.kind for removal in report.removals] == ["staged file"] * 5
         assert sorted(os.listdir(folder))[-1] == "notes.txt"
 
 
@@ -158,6 +160,19 @@ def test_a_collector_goes_on_until_it_is_done(
         eventually(lambda: len(paths(engine)) == 4, "the cap is not held")
         assert engine.refresh(TIMEOUT_S, full=True)
         assert all(engine.contains(run_of(4).keys))
+
+
+def test_refused_deletes_of_the_collector_are_told(
+    s3_url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or nobody hears why the bucket outgrows its cap."""
+    monkeypatch.setattr("sglang_tiered.storage.bucket.collect._FIRST_RUN_S", 0.01)
+    proxy.add("POST", "delete", status(403, "AccessDenied"))
+    with opened(s3_url, capacity_bytes=RUN_BYTES) as engine:
+        assert store(engine, run_of(1), run_of(2)) == OK
+        engine.start_collecting()
+        eventually(lambda: engine.object_stats().refused["delete"])
+        assert engine.stats().health is Health.RUNNING
 
 
 def pinned(engine: BucketEngine, name: str, run: Run, **options: Any) -> None:

@@ -256,7 +256,7 @@ def test_nothing_is_stored_before_an_erasures_record(s3_url: str, proxy: FaultPr
         assert store(engine, run) == OK
         proxy.add("put", "/erased/", status(403, "AccessDenied"))
         begun = engine.erase(Erasure.of(run.keys))
-        assert store(engine, run) == {Reason.REJECTED}
+        assert store(engine, run) == {Reason.CANCELLED}
         assert not is_true(begun, TIMEOUT_S)
         assert not any(engine.contains(run.keys))
         proxy.clear()

@@ -172,6 +172,7 @@ class TwoEngines(RuleBasedStateMachine):
         self.may[number] = set(self.present[namespace])
         self.must[number] = set()
         self.looks[number] = True
+        self.unheard[number] = set(self.erased)
 
     @rule(number=engines)
     def restart(self, number: int) -> None:

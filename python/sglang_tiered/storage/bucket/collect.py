@@ -95,9 +95,13 @@ class CollectorReport(msgspec.Struct):
     removals: list[Removal] = msgspec.field(default_factory=list)
 
 
+class _Enough(Exception):  # noqa: N818
+    """Raised when the budget is spent."""
+
+
 class Collector:
-    """Collects namespaces of a bucket. Every method blocks on the network: not for a scheduler
-    thread. ``clock``: the time in seconds since 1970; by default the store's own."""
+    """Collects namespaces of a bucket, one at a time. Every method blocks on the network: not for a
+    scheduler thread. ``clock``: the time in seconds since 1970; by default the store's own."""
 
     def __init__(
         self,
@@ -109,6 +113,7 @@ class Collector:
         self.requests = requests
         self.settings = settings
         self._clock = clock
+        self._unused_s = max(settings.unused_s, settings.ttl_s or 0.0)
         self.last: CollectorReport | None = None  # of the last run that was complete
 
     def run_once(
@@ -124,14 +129,32 @@ class Collector:
         ``is_server``: one that uses the namespace, which says so there. ``old_namespaces``: remove
         those that no server uses, of all others. Raises ``RequestError``; whatever was done stands,
         and the next run goes on from there."""
-        run = _CollectorRun(self, Layout(namespace), budget or BUDGET, delete=delete)
+        began = time.monotonic()
+        self._layout, self._delete, self._budget = Layout(namespace), delete, budget or BUDGET
+        self._pinned: set[bytes] = set()
+        self._batch: list[Removal] = []
+        self._report = report = CollectorReport()
         if delete and is_server:  # others wait for their turn, and see that the namespace is used
-            self.requests.put(run.layout.collected, b"collected")
+            self.requests.put(self._layout.collected, b"collected")
         if self._clock is not None:
-            run.now = self._clock()
+            self._now = self._clock()
         else:  # the store's: the marker was written just now
-            run.now = self.requests.modified(run.layout.collected) or time.time()
-        report = run.run(old_namespaces=old_namespaces)
+            self._now = self.requests.modified(self._layout.collected) or time.time()
+        try:
+            records = all_records(self.requests)
+            # What cannot be read says nothing of what to delete.
+            self._erased = BucketErasures.of(records)
+            report.num_unreadable += sum(record.what is None for record in records)
+            self._look_at_pins()
+            self._hold_the_cap(self._look_at_pages())
+            self._remove_records(records)
+            self._remove_staged()
+            if old_namespaces:
+                self._remove_old_namespaces()
+        except _Enough:
+            report.is_complete = False
+        self._remove_batch()
+        report.seconds = time.monotonic() - began
         if report.is_complete:
             self.last = report
         return report
@@ -173,95 +196,44 @@ class Collector:
                 continue
             log.settle("collect")
 
-
-class _Enough(Exception):  # noqa: N818
-    """Raised when the budget is spent."""
-
-
-class _CollectorRun:
-    """One run over one namespace."""
-
-    def __init__(
-        self,
-        collector: Collector,
-        layout: Layout,
-        budget: int,
-        *,
-        delete: bool,
-    ) -> None:
-        self.layout = layout
-        self.now = 0.0
-        self._requests = collector.requests
-        self._settings = collector.settings
-        self._unused_s = max(self._settings.unused_s, self._settings.ttl_s or 0.0)
-        self._budget = budget
-        self._delete = delete
-        self._erased = BucketErasures()
-        self._pinned: set[bytes] = set()
-        self._left_bytes = 0  # that pins may still keep
-        self._batch: list[Removal] = []
-        self.report = CollectorReport()
-
-    def run(self, *, old_namespaces: bool = True) -> CollectorReport:
-        began = time.monotonic()
-        try:
-            records = self._records()
-            self._look_at_pins()
-            self._hold_the_cap(self._look_at_pages())
-            self._remove_records(records)
-            if old_namespaces:
-                self._remove_old_namespaces()
-        except _Enough:
-            self.report.is_complete = False
-        self._remove_batch()
-        self.report.seconds = time.monotonic() - began
-        return self.report
-
     def _listing(self, folder: str) -> Iterator[Listed]:
-        return itertools.chain.from_iterable(self._requests.listing(folder))
+        return itertools.chain.from_iterable(self.requests.listing(folder))
 
-    def _finished(self, folder: str) -> Iterator[Listed]:
-        """Yield what is in a folder, but for what its writers never finished, which goes."""
-        for listed in self._listing(folder):
-            if STAGED in listed.path and self.now - listed.modified > self._settings.staged_s:
-                self._remove(
-                    listed.path, "staged file", listed.size, "its writer never finished it"
-                )
-            else:
-                yield listed
-
-    def _records(self) -> list[Record]:
-        """Learn what was erased. What cannot be read says nothing of what to delete."""
-        records = all_records(self._requests)
-        self.report.num_unreadable += sum(record.what is None for record in records)
-        self._erased = BucketErasures.of(records)
-        return records
+    def _remove_staged(self) -> None:
+        """Remove what writers never finished: a directory shows it."""
+        if not self.requests.shows_staged:
+            return
+        for path, nbytes, modified, _ in itertools.chain(
+            self._listing(self._layout.folder), self._listing(ERASED)
+        ):
+            if STAGED in path and self._now - modified > self.settings.staged_s:
+                self._remove(path, "staged file", nbytes, "its writer never finished it")
 
     def _look_at_pins(self) -> None:
         """Learn what is pinned. What is over, or was erased of a pin, goes as soon as that is read,
         before its owner changes it."""
 
         def clean(listed: Listed) -> tuple[Listed, Pin | None, Pin | None]:
-            found = read_pin(self._requests, self.layout, listed)
+            found = read_pin(self.requests, self._layout, listed)
             if found is None:
                 return listed, None, None
-            pin = alive(*found, self._erased, self.layout.namespace)
-            if pin is not None and pin.until_s is not None and pin.until_s <= self.now:
+            pin = alive(*found, self._erased, self._layout.namespace)
+            if pin is not None and pin.until_s is not None and pin.until_s <= self._now:
                 pin = None
             if self._delete:
-                write_changed(self._requests, listed, found, pin)
+                write_changed(self.requests, listed, found, pin)
             return listed, found[0], pin
 
-        for listed, found, pin in self._requests.each(clean, self._finished(self.layout.pins)):
+        for listed, found, pin in self.requests.each(clean, self._listing(self._layout.pins)):
             if found is None:
-                self.report.num_unreadable += 1
+                self._report.num_unreadable += 1
             elif pin is not None:
                 self._pinned.update(pin.keys)
             else:
-                is_over = found.until_s is not None and found.until_s <= self.now
+                is_over = found.until_s is not None and found.until_s <= self._now
                 reason = "it is over" if is_over else "its pages were erased"
                 removal = Removal(listed.path, "pin", listed.size, reason)
-                self.report.removals.append(removal)
+                self._report.removals.append(removal)
                 self._note_done([removal] if self._delete else [])
 
     def _keeps(self, key: bytes, nbytes: int) -> bool:
@@ -273,18 +245,18 @@ class _CollectorRun:
 
     def _look_at_pages(self) -> int:
         """Remove what is erased or over age; returns the bytes that are left."""
-        report, ttl_s = self.report, self._settings.ttl_s
-        self._left_bytes = pin_share(self._settings.capacity_bytes)
+        report, ttl_s = self._report, self.settings.ttl_s
+        self._left_bytes = pin_share(self.settings.capacity_bytes)
         num_left = 0
-        for path, nbytes, modified, _ in self._finished(self.layout.pages):
-            age_s = self.now - modified
+        for path, nbytes, modified, _ in self._listing(self._layout.pages):
+            age_s = self._now - modified
             name = parse_page(path)
             if name is None:
                 report.num_foreign += 1
                 continue
             report.num_pages += 1
             report.page_bytes += nbytes
-            if self._erased.kills(self.layout.namespace, name.tenant, name.key, name.stamp):
+            if self._erased.kills(self._layout.namespace, name.tenant, name.key, name.stamp):
                 self._remove(path, "page", nbytes, "it was erased")
                 continue
             is_kept = self._keeps(name.key, nbytes)
@@ -296,12 +268,12 @@ class _CollectorRun:
 
     def _hold_the_cap(self, num_bytes: int) -> None:
         """Remove the oldest pages beyond the cap: a listing begins with them."""
-        capacity = self._settings.capacity_bytes
+        capacity = self.settings.capacity_bytes
         if capacity is None or num_bytes <= capacity:
             return
         self._left_bytes = pin_share(capacity)
-        gone = {removal.path for removal in self.report.removals}
-        for path, nbytes, _, _ in self._listing(self.layout.pages):
+        gone = {removal.path for removal in self._report.removals}
+        for path, nbytes, _, _ in self._listing(self._layout.pages):
             name = parse_page(path)
             if name is None or path in gone or self._keeps(name.key, nbytes):
                 continue
@@ -313,8 +285,6 @@ class _CollectorRun:
     def _remove_records(self, records: list[Record]) -> None:
         """Remove old records, and merge many into one, but never the last: its number is where the
         next goes on from. Whoever dies between leaves some twice, which harms nothing."""
-        for _ in self._finished(ERASED):  # nobody's yet, and read as no record
-            pass
         last = max((record.number for record in records), default=0)
         lasts = {record.path for record in records if record.number == last}
         times: dict[str, float] = {}  # of the youngest in each object
@@ -322,37 +292,37 @@ class _CollectorRun:
             if record.path not in lasts and (record.what is None or not record.what.is_empty):
                 times[record.path] = max(times.get(record.path, 0.0), record.modified)
         # No page may outlive the record of its erasure, in a namespace that is not used either.
-        oldest_s = self.now - max(self._settings.record_s, self._unused_s)
+        oldest_s = self._now - max(self.settings.record_s, self._unused_s)
         for path in [path for path, at in times.items() if at < oldest_s]:
             del times[path]
             self._remove(path, "erasure", 0, "every server has applied it")
-        settled_s = self.now - self._settings.merged_s
-        settled = [record for record in records if times.get(record.path, self.now) < settled_s]
+        settled_s = self._now - self.settings.merged_s
+        settled = [record for record in records if times.get(record.path, self._now) < settled_s]
         for path, data, replaced in mergeable(settled, oldest_s):
             if self._delete:
-                self._requests.put(path, data)
+                self.requests.put(path, data)
             for each in replaced:
                 self._remove(each, "erasure", 0, "it is merged with others")
 
     def _remove_old_namespaces(self) -> None:
         """Remove what no server has written to, or collected, for long."""
-        for folder in self._requests.folders(ROOT):
+        for folder in self.requests.folders(ROOT):
             namespace = namespace_of(folder)
-            if namespace in (None, self.layout.namespace):
+            if namespace in (None, self._layout.namespace):
                 continue
-            collected = self._requests.modified(Layout(namespace or b"").collected)
-            if collected is not None and self.now - collected <= self._unused_s:
+            collected = self.requests.modified(Layout(namespace or b"").collected)
+            if collected is not None and self._now - collected <= self._unused_s:
                 continue
             found = [(each.path, each.size, each.modified) for each in self._listing(folder)]
-            if found and self.now - max(modified for _, _, modified in found) > self._unused_s:
+            if found and self._now - max(modified for _, _, modified in found) > self._unused_s:
                 for path, nbytes, _ in found:
                     self._remove(path, "old namespace", nbytes, "no server uses its namespace")
 
     def _remove(self, path: str, kind: str, nbytes: int, reason: str) -> None:
-        if len(self.report.removals) >= self._budget:
+        if len(self._report.removals) >= self._budget:
             raise _Enough
         removal = Removal(path, kind, nbytes, reason)
-        self.report.removals.append(removal)
+        self._report.removals.append(removal)
         self._batch.append(removal)
         if len(self._batch) >= _DELETED_AT_ONCE:
             self._remove_batch()
@@ -360,11 +330,11 @@ class _CollectorRun:
     def _remove_batch(self) -> None:
         batch, self._batch = self._batch, []
         if self._delete and batch:
-            self._requests.delete([removal.path for removal in batch])
+            self.requests.delete([removal.path for removal in batch])
             self._note_done(batch)
 
     def _note_done(self, removals: list[Removal]) -> None:
         for removal in removals:
             removal.is_done = True
-            self.report.num_removed += 1
-            self.report.removed_bytes += removal.nbytes
+            self._report.num_removed += 1
+            self._report.removed_bytes += removal.nbytes

@@ -1,22 +1,20 @@
 """How an engine learns of what others do: one thread that lists, and waits for nothing else.
 
 A pass lists the records of erasures, the pins, and the pages from a cursor on. The cursor is the
-store's own time of the newest page seen, less a look-back for uploads that take long. Once a minute
-it looks back further, for clocks that differ. A full listing now and then finds what came later
-still, and notices what is gone. Its passes are the probes of an open breaker.
+store's own time of the newest page seen, less a look-back for uploads that take long. A full
+listing now and then finds what came later still, and notices what is gone. Its passes are the
+probes of an open breaker.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.bucket.index import MAX_STEPS
 from sglang_tiered.storage.bucket.names import PageName, parse_page
 from sglang_tiered.storage.bucket.pins import alive, read_pin
-from sglang_tiered.storage.bucket.requests import BucketError
+from sglang_tiered.storage.bucket.requests import BucketError, Failure, tried
 from sglang_tiered.storage.promises import keep
 
 if TYPE_CHECKING:
@@ -24,24 +22,17 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.erasing import Records
-    from sglang_tiered.storage.bucket.limits import Breaker
     from sglang_tiered.storage.bucket.names import Layout
-    from sglang_tiered.storage.bucket.requests import Requests
+    from sglang_tiered.storage.bucket.requests import Breaker, Requests
     from sglang_tiered.storage.bucket.state import BucketState
 
 __all__ = ["Discovery"]
 
-logger = logging.getLogger(__name__)
-
 FULL_LISTING_S = 600.0
-LOOK_BACK_S, FAR_S = 120.0, 60.0  # how far back, and how often so far
+LOOK_BACK_S = 30.0
+"""Uploads take less: a request and its retries. Names are from when they begin."""
+
 _MAX_BYTES = (1 << 32) - 1  # the index has 32 bits for them
-NEAR_S = 20.0
-"""How far back at other times: uploads take less, their names are from when they begin."""
-
-
-class _PassOver(Exception):  # noqa: N818
-    """Raised when the namespace changed or the engine was closed: what was found does not count."""
 
 
 class Discovery:
@@ -54,70 +45,46 @@ class Discovery:
         self._requests = requests
         self._breaker = breaker
         self._records = records
-        self._epoch = -1  # of the namespace that the cursor is of
         self._newest_s = 0.0  # by the store's clock
-        self._last_full = self._last_far = 0.0
+        self._last_full = 0.0
         self._next_at = state.clock()
         self._pause = Backoff(state.clock)  # behind a pass that failed
-        self._tell_pause = Backoff(state.clock)  # behind an owner that failed: no pass waits
 
     def run(self) -> None:
         state = self._state
         while True:
-            orders: list[tuple[bool, Future[bool]]] | None = []
-            started = time.monotonic()
-            succeeded = False
-            try:
-                orders = self._await_work()
-                if orders is None:
-                    return
-                started = time.monotonic()
-                self._pass(any(full for full, _ in orders))
-                succeeded = True
+            orders = self._await_work()
+            if orders is None:
+                return
+            succeeded = tried("listing pages", self._pass, any(full for full, _ in orders))
+            if succeeded:
                 self._pause.succeed()
-            except _PassOver:
-                pass
-            except BucketError:  # counted by the client; the breaker knows
+            else:
                 self._pause.fail()
-            except BaseException:  # a panic of the library is no Exception
-                self._pause.fail()
-                logger.exception("internal error while listing pages; known ones stay")
-            for _, future in orders or ():
+            for _, future in orders:
                 keep(future, succeeded)
-            with state.lock:
-                state.num_passes += 1
-                state.last_pass_s = time.monotonic() - started
             self._next_at = state.clock() + state.settings.refresh_s
 
     def _await_work(self) -> list[tuple[bool, Future[bool]]] | None:
         """Return the refreshes that the pass now due is for; None when the engine is closed."""
         state = self._state
         while True:
-            if not self._tell_pause.wait_s:
-                self._tell()
+            if self._pause.is_over and not tried("sweeping", self._sweep):
+                self._pause.fail()
+            self._records.tell()  # an owner that came late, or that failed
             with state.lock:
                 if state.closed:
                     return None
                 wait_s = self._next_at - state.clock()
                 if self._breaker.is_open:
-                    wait_s = self._breaker.wait_s()
-                elif self._epoch != state.epoch:
+                    wait_s = self._breaker.probes.wait_s
+                elif state.listed_epoch != state.epoch:
                     wait_s = 0.0
                 wait_s = max(wait_s, self._pause.wait_s)
                 if state.refreshes or wait_s <= 0:
                     orders, state.refreshes = state.refreshes, []
                     return orders
                 state.discovery_ready.wait(wait_s)
-
-    def _tell(self) -> None:
-        """Tell what was erased to an owner that came late, or that failed."""
-        try:
-            self._sweep()
-            self._records.tell()
-            self._tell_pause.succeed()
-        except Exception:
-            self._tell_pause.fail()
-            logger.exception("internal error while telling of erasures; it is tried again")
 
     def _sweep(self, unseen_of: int | None = None) -> None:
         """Remove hidden pages from the index, and behind a full listing of a namespace what that
@@ -129,8 +96,7 @@ class Discovery:
             with state.lock:
                 if unseen_of is not None:
                     self._check(unseen_of)
-                some = keys[start : start + MAX_STEPS]
-                state.num_pages_vanished += state.index.sweep(some, unseen=unseen)
+                state.index.sweep(keys[start : start + MAX_STEPS], unseen=unseen)
 
     # ---- A pass ----
 
@@ -138,38 +104,28 @@ class Discovery:
         state = self._state
         with state.lock:
             epoch, layout = state.epoch, state.layout
-        full = full or epoch != self._epoch
+            full = full or epoch != state.listed_epoch
         full = full or state.clock() - self._last_full >= FULL_LISTING_S
         self._records.learn(full=full)
         self._look_at_pins(layout, epoch)
-        now = state.clock()
-        is_far = full or now - self._last_far >= FAR_S
-        newest_s = self._look_at_pages(
-            layout, epoch, full=full, look_back_s=LOOK_BACK_S if is_far else NEAR_S
-        )
-        if is_far:
-            self._last_far = now
+        newest_s = self._look_at_pages(layout, epoch, full=full)
         self._newest_s = max(newest_s, 0.0 if full else self._newest_s)
-        self._epoch = epoch
         with state.lock:
             state.listed_epoch = epoch
-            state.num_full_listings += full
         if full:
             self._last_full = state.clock()
 
     def _check(self, epoch: int) -> None:
         """End the pass when the namespace changed or the engine was closed. Needs the lock."""
         if self._state.closed or self._state.epoch != epoch:
-            raise _PassOver
+            raise BucketError(Failure.UNAVAILABLE, "list is of another namespace")
 
-    def _look_at_pages(
-        self, layout: Layout, epoch: int, *, full: bool, look_back_s: float
-    ) -> float:
+    def _look_at_pages(self, layout: Layout, epoch: int, *, full: bool) -> float:
         """List pages; returns the time of the newest one, by the store's clock."""
         state = self._state
         after = None
         if not full and self._newest_s:
-            from_s = max(int(self._newest_s - look_back_s), 0)
+            from_s = max(int(self._newest_s - LOOK_BACK_S), 0)
             after = PageName(b"", b"", 0, 0, from_s).stem(layout).partition("-")[0]
         ttl_s = state.settings.ttl_s
         oldest_s = 0.0 if ttl_s is None else state.wall_clock() + state.skew_s - ttl_s
@@ -177,37 +133,29 @@ class Discovery:
             self._check(epoch)
             if full:
                 state.index.begin_listing()
-            num_old = 0 if ttl_s is None else state.index.num_pages  # at most
-        for _ in range(0, num_old, MAX_STEPS):
-            with state.lock:
-                if state.index.expire(oldest_s):
-                    break
         newest_s = 0.0
         for chunk in self._requests.listing(layout.pages, after=after):
             named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
             newest_s = max([newest_s, *(each.modified for each in chunk)])
             with state.lock:
                 self._check(epoch)
+                reach = state.reach
                 for each, name in named:
-                    if each.modified >= oldest_s or state.pins.is_wanted(name.key):
-                        self._learn(each, name, layout, full=full)
+                    is_young = each.modified >= oldest_s or state.pins.is_wanted(name.key)
+                    if is_young and self._is_good(each, name, layout, reach):
+                        state.index.put(name, is_listed=True)
         if full:
             self._sweep(epoch)
         # A time to come, as of a file that was touched, says nothing of what is stored until then.
         return min(newest_s, state.wall_clock() + state.skew_s)
 
-    def _learn(self, listed: Listed, name: PageName, layout: Layout, *, full: bool) -> None:
-        """Enter a page that is alive and whole."""
+    def _is_good(self, listed: Listed, name: PageName, layout: Layout, reach: int) -> bool:
+        """Return whether a page is alive and whole. Needs the lock. What its writer knew beyond
+        ``reach`` does not count: an erasure of this server may be behind that, too."""
         state = self._state
-        page = layout.namespace, name.tenant, name.key, name.stamp
-        if state.erased.hides(*page):
-            # Only what a full listing shows: all servers hear of an erasure, and its own deletes.
-            if full and name.stamp < state.seen and state.erased.kills(*page):
-                state.doom(listed.path)
-        elif not state.awaits_record((name.key,), name.tenant):  # or it may be from before
-            is_whole = listed.size == name.length <= _MAX_BYTES
-            if is_whole and listed.path not in state.skipped:
-                state.index.put(name, is_listed=True)
+        is_whole = listed.size == name.length <= _MAX_BYTES and listed.path not in state.skipped
+        page = layout.namespace, name.tenant, name.key, min(name.stamp, reach)
+        return is_whole and not state.erased.hides(*page)
 
     # ---- Pins ----
 
@@ -220,21 +168,25 @@ class Discovery:
         listed = {e.path: e for chunk in self._requests.listing(layout.pins) for e in chunk}
         news = [e for e in listed.values() if pins.found.get(e.path, ("", ""))[0] != e.tag]
         read = self._requests.each(lambda each: read_pin(self._requests, layout, each), news)
-        found_by_path = dict(zip((each.path for each in news), read, strict=True))
-        with state.lock:
-            self._check(epoch)
-            for path, found in found_by_path.items():
-                pin = None if found is None else alive(*found, state.erased, layout.namespace)
-                name = pins.found.get(path, ("", ""))[1] if found is None else found[0].name
+        for each, found in list(zip(news, read, strict=True)):
+            with state.lock:
+                self._check(epoch)
+                name = pins.found.get(each.path, ("", ""))[1] if found is None else found[0].name
                 if name in pins.ours:
                     continue
-                if found is not None and state.awaits_record(found[0].keys, found[0].tenant):
-                    continue  # it may be from before, and is read again
-                pins.found[path] = listed[path].tag, name
+                pin = None
+                if found is not None:
+                    stamp = min(found[1], state.reach)  # as of a page
+                    pin = alive(found[0], stamp, state.erased, layout.namespace)
+                    if stamp < found[1] and pin is not found[0]:
+                        continue  # it is read again
+                pins.found[each.path] = each.tag, name
                 if pin is not None and found is not None:
                     pins.take_up(pin, found[1])
                 elif name:
                     pins.drop(name)
+        with state.lock:
+            self._check(epoch)
             for path in [path for path in pins.found if path not in listed]:
                 name = pins.found[path][1]
                 if name not in pins.ours:

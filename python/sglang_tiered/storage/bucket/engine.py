@@ -12,15 +12,14 @@ import threading
 import time
 from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import (
     NO_TENANT,
     Health,
     JobKind,
-    LookupResult,
     Reason,
-    Stop,
     Tier,
     TierEngine,
     TierStats,
@@ -28,9 +27,8 @@ from sglang_tiered.storage.base import (
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.discovery import Discovery
 from sglang_tiered.storage.bucket.erasing import Keeper, Records, erase
-from sglang_tiered.storage.bucket.limits import Breaker
 from sglang_tiered.storage.bucket.names import NAMESPACE_BYTES
-from sglang_tiered.storage.bucket.requests import BucketError, Requests
+from sglang_tiered.storage.bucket.requests import Breaker, BucketError, Requests
 from sglang_tiered.storage.bucket.state import BucketState
 from sglang_tiered.storage.bucket.transfers import Transfers
 from sglang_tiered.storage.jobs import Workers, call_each
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
         PinInfo,
         PinRefusal,
         Run,
-        TenantUsage,
     )
     from sglang_tiered.storage.bucket.names import PageName
     from sglang_tiered.storage.encoding import PageEncoding
@@ -65,17 +62,9 @@ class BucketStats:
     """Counters since the engine was opened, and gauges of now. Reading them takes no I/O."""
 
     requests: dict[str, int]  # by kind: put, get, list, delete, head
-    bytes_in: int  # bodies received
-    bytes_out: int  # bodies sent
-    num_breaker_opened: int
-    num_passes: int  # of discovery
-    num_full_listings: int
-    last_pass_s: float
-    num_pages_vanished: int  # missing when read, or gone from a full listing
     trouble: str  # why writes or deletes fail now; empty where they work
     refused: dict[str, int]  # 1 for each of put and delete that failed last, 0 for others
     listed_bytes: int | None  # by this server's last collection; None before one
-    last_error: str  # of any request, as a clause that names no secret and no endpoint
 
 
 class BucketEngine(TierEngine):
@@ -103,7 +92,7 @@ class BucketEngine(TierEngine):
     ) -> None:
         _check(namespace)
         self._settings = settings
-        self._breaker = breaker = Breaker(clock, name=settings.url, on_open=self._wake_discovery)
+        self._breaker = breaker = Breaker(clock, settings.url, self._wake_discovery)
         self._requests = requests = Requests(
             settings.url, timeout_s=settings.request_timeout_s, on_outcome=breaker.note
         )
@@ -130,19 +119,12 @@ class BucketEngine(TierEngine):
         return self._diagnosis()[0]
 
     def start_collecting(self) -> None:
-        """Keep the namespace in bounds from now on, in turn with the other servers that have it.
-        By requests of its own, whose failures are not those of loads."""
+        """Keep the namespace in bounds from now on, in turn with the other servers that have it."""
         settings = self._settings
-        self._collector = Collector(
-            Requests(settings.url, timeout_s=settings.request_timeout_s),
-            CollectorSettings(capacity_bytes=settings.capacity_bytes, ttl_s=settings.ttl_s),
-        )
-
-        def collect() -> None:
-            assert self._collector is not None
-            self._collector.run_in_background(self._stop, lambda: self.namespace)
-
-        self._workers.start("bucket-collector", collect)
+        bounds = CollectorSettings(capacity_bytes=settings.capacity_bytes, ttl_s=settings.ttl_s)
+        self._collector = Collector(self._requests, bounds)
+        run = partial(self._collector.run_in_background, self._stop, lambda: self.namespace)
+        self._workers.start("bucket-collector", run)
 
     def _wake_discovery(self) -> None:
         """Let the discovery probe a bucket that does not answer."""
@@ -150,17 +132,6 @@ class BucketEngine(TierEngine):
             self._state.discovery_ready.notify_all()
 
     # ---- Lookups ----
-
-    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        state = self._state
-        if state.closed or self._breaker.is_open:
-            return LookupResult(0, Stop.UNHEALTHY)
-        with state.lock:
-            num_hits = state.index.num_leading(keys)
-            if num_hits == len(keys):
-                return LookupResult(num_hits, Stop.END)
-            stop = Stop.PENDING if keys[num_hits] in state.pending else Stop.MISS
-            return LookupResult(num_hits, stop)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if self._state.closed or self._breaker.is_open:
@@ -173,12 +144,8 @@ class BucketEngine(TierEngine):
         up to ten minutes nobody hears of what others delete. What is not answered in time is false.
         Blocks."""
         state = self._state
-        names: list[PageName | None] = []
         with state.lock:
-            layout = state.layout
-            for key in keys:
-                held = state.index.get(key)
-                names.append(None if held is None else state.index.name_of(key, held))
+            layout, names = state.layout, [state.index.get(key) for key in keys]
 
         def is_there(name: PageName | None) -> bool:
             if name is None:
@@ -189,8 +156,7 @@ class BucketEngine(TierEngine):
             except BucketError:
                 return False
             with state.lock:
-                if layout == state.layout and state.index.is_at(name):
-                    state.num_pages_vanished += state.index.drop(name.key)
+                state.forget(name, layout)
             return False
 
         asked = call_each(is_there, names, self._settings.num_connections)
@@ -253,11 +219,11 @@ class BucketEngine(TierEngine):
                 return
             state.namespace = namespace
             state.epoch += 1
+            state.learned = state.seen = 0  # of the new one other erasures count, too
             state.index.clear()
             state.pending.clear()
             state.skipped.clear()
             state.pins.clear()
-            state.untold.extend(state.elsewhere.pop(namespace, ()))
             state.discovery_ready.notify_all()
 
     def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
@@ -295,11 +261,9 @@ class BucketEngine(TierEngine):
             return ended(False) if self._state.closed else self._change_pin(name, None)
 
     def _change_pin(self, name: str, pin: Pin | None) -> Future[bool]:
-        state = self._state
-        state.pins.change(name, pin)
-        durable = state.promises.make()
-        state.pins.unsettle(name, durable)
-        state.ask_keeper()
+        durable = self._state.promises.make()
+        self._state.pins.change(name, pin, durable)
+        self._state.ask_keeper()
         return durable
 
     def has_pin(self, name: str) -> bool:
@@ -335,11 +299,6 @@ class BucketEngine(TierEngine):
 
     # ---- What there is ----
 
-    def tenants(self, limit: int) -> list[TenantUsage]:
-        with self._state.lock:
-            usage = self._state.index.usage()
-        return sorted(usage, key=lambda entry: -entry.physical_bytes)[:limit]
-
     def stats(self) -> TierStats:
         state = self._state
         health, reason = self._diagnosis()
@@ -367,23 +326,14 @@ class BucketEngine(TierEngine):
             )
 
     def object_stats(self) -> BucketStats:
-        state, requests, troubles = self._state, self._requests, self._requests.troubles
+        troubles = self._requests.troubles
         collected = None if self._collector is None else self._collector.last
-        with state.lock:
-            return BucketStats(
-                requests=requests.requests,
-                bytes_in=requests.bytes_in,
-                bytes_out=requests.bytes_out,
-                num_breaker_opened=self._breaker.num_opened,
-                num_passes=state.num_passes,
-                num_full_listings=state.num_full_listings,
-                last_pass_s=state.last_pass_s,
-                num_pages_vanished=state.num_pages_vanished,
-                trouble="; ".join(troubles.values()),
-                refused={kind: int(kind in troubles) for kind in ("put", "delete")},
-                listed_bytes=None if collected is None else collected.page_bytes,
-                last_error=requests.last_error,
-            )
+        return BucketStats(
+            requests=self._requests.requests,
+            trouble="; ".join(troubles.values()),
+            refused={kind: int(kind in troubles) for kind in ("put", "delete")},
+            listed_bytes=None if collected is None else collected.page_bytes,
+        )
 
     def _diagnosis(self) -> tuple[Health, str]:
         if self._state.closed:
@@ -402,8 +352,6 @@ class BucketEngine(TierEngine):
             state.notify_all()
         self._stop.set()
         self._requests.close()
-        if self._collector is not None:
-            self._collector.requests.close()
         state.promises.close()
         if self._workers.join(min(self._settings.request_timeout_s, _MAX_CLOSE_S)):
             return

@@ -63,7 +63,7 @@ _MERGED_FROM = 64
 _MAX_KEYS = 1 << 16  # as they are, some 150 bytes each; those before take 12
 _MAX_HASHES = 1 << 23
 _MAX_SAMPLE = 1 << 13
-_MAX_TENANTS = 1 << 17
+_MAX_WHOLES = 1 << 17
 _MAX_LISTINGS = 8
 
 _SEED = secrets.randbits(64)
@@ -173,14 +173,11 @@ def _read(requests: Requests, listed: Listed, match: re.Match[str]) -> list[Reco
     if len(digits) != _HEX_CHARS.get(kind):
         pass
     elif kind in "km":
-        try:
-            is_sound = 0 < listed.size <= _MAX_RECORD_BYTES
-            data = bytes(requests.get(listed.path, listed.size)) if is_sound else b""
-        except BucketError as error:
-            if error.failure is not Failure.NOT_FOUND:
-                raise
+        is_sound = 0 < listed.size <= _MAX_RECORD_BYTES
+        data = requests.whole(listed) if is_sound else memoryview(b"")
+        if data is None:
             return None
-        whats = list(_unpack(kind, data, number, record_id, listed.modified))
+        whats = list(_unpack(kind, bytes(data), number, record_id, listed.modified))
     else:
         tenant = bytes.fromhex(digits) if kind == "t" else None
         whats = [(number, Erasure(None, tenant, record_id, spread=False), listed.modified)]
@@ -271,89 +268,24 @@ def _merged(
         yield f"{path[:-1]}m{min(numbers):012x}", data, list(batch)
 
 
-class _StampBounds:
-    """The number below which a stamp is that of a dead page, by what was erased. Of the keys before
-    the last some it has eight bytes, which nobody can aim at: their seed is this process's own."""
-
-    def __init__(self) -> None:
-        self.keys: dict[bytes, int] = {}
-        self.hashes = np.empty(0, np.uint64)  # sorted
-        self.hash_numbers = np.empty(0, np.uint32)
-        self.tenants: dict[bytes, int] = {}
-        self.namespaces: dict[bytes, int] = {}
-
-    def note(self, what: Erasure, namespace: bytes, number: int) -> int:
-        """Note an erasure. Returns the highest number of those that no longer fit in memory."""
-        if what.keys is not None:
-            for key in what.keys:
-                _raise(self.keys, key, number)
-            return self._pack_keys() if len(self.keys) > _MAX_KEYS else 0
-        if what.tenant is not None:
-            _raise(self.tenants, what.tenant, number)
-            return _fold(self.tenants, _MAX_TENANTS)
-        _raise(self.namespaces, namespace, number)
-        return 0
-
-    def _pack_keys(self) -> int:
-        """Sort these keys alone, and insert them: lookups wait for it."""
-        hashes = np.fromiter(map(_hash, self.keys), np.uint64, len(self.keys))
-        numbers = np.fromiter(self.keys.values(), np.uint32, len(self.keys))
-        self.keys.clear()
-        order = np.lexsort((numbers, hashes))
-        hashes, numbers = hashes[order], numbers[order]
-        is_last = np.append(hashes[1:] != hashes[:-1], True)  # of its hash: the highest
-        hashes, numbers = hashes[is_last], numbers[is_last]
-        at = np.searchsorted(self.hashes, hashes)
-        known = np.flatnonzero(at < len(self.hashes))
-        known = known[self.hashes[at[known]] == hashes[known]]
-        raised = np.maximum(self.hash_numbers[at[known]], numbers[known])
-        self.hash_numbers[at[known]] = raised
-        at, hashes, numbers = (np.delete(each, known) for each in (at, hashes, numbers))
-        self.hashes = np.insert(self.hashes, at, hashes)
-        self.hash_numbers = np.insert(self.hash_numbers, at, numbers)
-        if len(self.hashes) <= _MAX_HASHES:
-            return 0
-        # Of some, as lookups wait: what is sorted by hashes is in no order of numbers.
-        folded = int(np.median(self.hash_numbers[:: len(self.hashes) // _MAX_SAMPLE + 1]))
-        self._keep_hashes(self.hash_numbers > folded)
-        return folded
-
-    def _keep_hashes(self, are_kept: NDArray[np.bool_]) -> None:
-        self.hashes, self.hash_numbers = self.hashes[are_kept], self.hash_numbers[are_kept]
-
-    def keep_only(self, lowest: int) -> None:
-        for numbers in (self.keys, self.tenants, self.namespaces):
-            for each in [each for each, number in numbers.items() if number < lowest]:
-                del numbers[each]
-        self._keep_hashes(self.hash_numbers >= lowest)
-
-    def of(self, namespace: bytes, tenant: bytes, key: bytes) -> int:
-        return max(
-            self.keys.get(key, 0),
-            self._of_hash(key) if len(self.hashes) else 0,
-            self.tenants.get(tenant, 0),
-            self.namespaces.get(namespace, 0),
-        )
-
-    def _of_hash(self, key: bytes) -> int:
-        hashed = np.uint64(_hash(key))
-        at = int(np.searchsorted(self.hashes, hashed))
-        is_there = at < len(self.hashes) and self.hashes[at] == hashed
-        return int(self.hash_numbers[at]) if is_there else 0
-
-
 class BucketErasures:
-    """What is dead by the records that are known, and what other servers told without one so far.
-    The owner's lock guards every call. ``hides`` says more than ``kills``: what was told, and where
-    there were more keys than fit in memory, or a record that cannot be read. Rather miss pages than
-    serve what was erased; but only a record kills."""
+    """What is dead by the records that are known, and by erasures that have none so far. By what
+    names a page, the number below which its stamp is that of a dead one. Of the keys before the
+    last some it has eight bytes, which nobody can aim at: their seed is this process's own. The
+    owner's lock guards every call.
+
+    ``hides`` says more than ``kills``: where there were more keys than fit in memory, or a record
+    that cannot be read. Rather miss pages than serve what was erased; but only what names a page
+    kills it."""
 
     def __init__(self) -> None:
         self.top = 0  # the highest number
         self.known: dict[str, int] = {}  # numbers by names, of records that are wholly applied
-        self._recorded = _StampBounds()
-        self._told = _StampBounds()
         self._floor = 0
+        self._keys: dict[bytes, int] = {}
+        self._hashes = np.empty(0, np.uint64)  # sorted
+        self._hash_numbers = np.empty(0, np.uint32)
+        self._wholes: dict[bytes, int] = {}  # tenants and namespaces
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> BucketErasures:
@@ -366,29 +298,75 @@ class BucketErasures:
 
     def add(self, record: Record) -> None:
         self.top = max(self.top, record.number)
-        folded = record.number
-        if record.what is not None:
-            folded = self._recorded.note(record.what, record.namespace, record.number)
-        self._floor = max(self._floor, folded)
+        if record.what is None:
+            self._floor = max(self._floor, record.number)
+        else:
+            self._note(record.what, record.namespace, record.number)
 
-    def tell(self, what: Erasure, namespace: bytes) -> None:
-        """Hide what was told and has no record so far: that one will be behind all that are
-        known."""
-        self._floor = max(self._floor, self._told.note(what, namespace, self.top + 1))
+    def expect(self, what: Erasure, namespace: bytes) -> None:
+        """Note what has no record so far: that one will be behind all that are known."""
+        self._note(what, namespace, self.top + 1)
+
+    def _note(self, what: Erasure, namespace: bytes, number: int) -> None:
+        """Note an erasure. What no longer fits in memory raises the floor."""
+        for key in what.keys or ():
+            _raise(self._keys, key, number)
+        if what.keys is None:
+            _raise(self._wholes, namespace if what.tenant is None else what.tenant, number)
+        if len(self._keys) > _MAX_KEYS:
+            self._pack_keys()
+        if len(self._wholes) > _MAX_WHOLES:
+            oldest = list(self._wholes)[: _MAX_WHOLES // 2]
+            self._floor = max(self._floor, *map(self._wholes.pop, oldest))
+
+    def _pack_keys(self) -> None:
+        """Sort these keys alone, and insert them: lookups wait for it."""
+        hashes = np.fromiter(map(_hash, self._keys), np.uint64, len(self._keys))
+        numbers = np.fromiter(self._keys.values(), np.uint32, len(self._keys))
+        self._keys.clear()
+        order = np.lexsort((numbers, hashes))
+        hashes, numbers = hashes[order], numbers[order]
+        is_last = np.append(hashes[1:] != hashes[:-1], True)  # of its hash: the highest
+        hashes, numbers = hashes[is_last], numbers[is_last]
+        at = np.searchsorted(self._hashes, hashes)
+        known = np.flatnonzero(at < len(self._hashes))
+        known = known[self._hashes[at[known]] == hashes[known]]
+        raised = np.maximum(self._hash_numbers[at[known]], numbers[known])
+        self._hash_numbers[at[known]] = raised
+        at, hashes, numbers = (np.delete(each, known) for each in (at, hashes, numbers))
+        self._hashes = np.insert(self._hashes, at, hashes)
+        self._hash_numbers = np.insert(self._hash_numbers, at, numbers)
+        if len(self._hashes) > _MAX_HASHES:
+            # Of some, as lookups wait: what is sorted by hashes is in no order of numbers.
+            sample = self._hash_numbers[:: len(self._hashes) // _MAX_SAMPLE + 1]
+            folded = int(np.median(sample))
+            self._keep_hashes(self._hash_numbers > folded)
+            self._floor = max(self._floor, folded)
+
+    def _keep_hashes(self, are_kept: NDArray[np.bool_]) -> None:
+        self._hashes, self._hash_numbers = self._hashes[are_kept], self._hash_numbers[are_kept]
 
     def keep_only(self, lowest: int) -> None:
         """Drop what records below a number say: they were removed, and nothing is left of it."""
         self.known = {name: number for name, number in self.known.items() if number >= lowest}
-        for numbers in (self._recorded, self._told):
-            numbers.keep_only(lowest)
+        for numbers in (self._keys, self._wholes):
+            for each in [each for each, number in numbers.items() if number < lowest]:
+                del numbers[each]
+        self._keep_hashes(self._hash_numbers >= lowest)
 
     def kills(self, namespace: bytes, tenant: bytes, key: bytes, stamp: int) -> bool:
-        """Return whether a page is dead by a record."""
-        return stamp < self._recorded.of(namespace, tenant, key)
+        """Return whether a page is dead by what names it."""
+        bounds = self._keys.get(key, 0), self._wholes.get(tenant, 0), self._wholes.get(namespace, 0)
+        return stamp < max(*bounds, self._of_hash(key) if len(self._hashes) else 0)
 
     def hides(self, namespace: bytes, tenant: bytes, key: bytes, stamp: int) -> bool:
-        told = self._told.of(namespace, tenant, key)
-        return stamp < max(self._floor, told) or self.kills(namespace, tenant, key, stamp)
+        return stamp < self._floor or self.kills(namespace, tenant, key, stamp)
+
+    def _of_hash(self, key: bytes) -> int:
+        hashed = np.uint64(_hash(key))
+        at = int(np.searchsorted(self._hashes, hashed))
+        is_there = at < len(self._hashes) and self._hashes[at] == hashed
+        return int(self._hash_numbers[at]) if is_there else 0
 
 
 def _hash(key: bytes) -> int:
@@ -397,9 +375,3 @@ def _hash(key: bytes) -> int:
 
 def _raise(numbers: dict[bytes, int], each: bytes, number: int) -> None:
     numbers[each] = max(numbers.pop(each, 0), number)
-
-
-def _fold(numbers: dict[bytes, int], most: int) -> int:
-    if len(numbers) <= most:
-        return 0
-    return max(numbers.pop(each) for each in list(numbers)[: most // 2])

@@ -30,11 +30,11 @@ from sglang_tiered.storage.bucket.pins import (
     read_pin,
     write_changed,
 )
-from sglang_tiered.storage.bucket.requests import BucketError, Failure
+from sglang_tiered.storage.bucket.requests import BucketError, Failure, tried
 from sglang_tiered.storage.promises import all_true, ended, keep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Erasure
@@ -49,39 +49,23 @@ logger = logging.getLogger(__name__)
 _MAX_RENUMBERED = 16
 _MAX_LISTINGS = 8
 _TOLD_AT_ONCE = 64
-_DELETED_AT_ONCE = 1000
 
 
 def erase(state: BucketState, what: Erasure) -> Future[bool]:
-    """Hide pages; with ``spread`` the keeper makes it durable, for every server. Memory only."""
+    """Hide pages; with ``spread`` the keeper makes it durable, for every server: what another one
+    told, that does. Memory only."""
     with state.lock:
         if state.closed or what.is_empty:
             return ended(what.is_empty)
         if not what.spread:
-            _hide_told(state, what)
+            for each in what.pieces:
+                if each.id not in state.heard:
+                    state.hide_unrecorded(each)
             return ended(True)
         jobs = state.jobs.about(what)
         orders = [state.order(each) for each in what.records]
-        for order in orders:
-            state.hear(order.what.pieces, is_own=True)
-            for key in order.what.keys or ():
-                held = state.index.get(key)
-                if held is not None:
-                    order.pages.append(state.index.name_of(key, held).path(state.layout))
-            state.hide(order.what)
-            state.pins.erase(order.what)
         state.ask_keeper()
     return state.promises.watch(all_true([order.durable for order in orders], jobs))
-
-
-def _hide_told(state: BucketState, what: Erasure) -> None:
-    """Hide what another server told and makes durable; by its record that has been done. That one
-    will be behind all that are known, so what has the stamp of one of those may be from before."""
-    for each in what.pieces:
-        if each.id not in state.heard:
-            state.erased.tell(each, state.namespace)
-            state.pins.erase(each, state.erased.top + 1)
-            state.hide(each)
 
 
 class Records:
@@ -92,48 +76,52 @@ class Records:
         self._state = state
         self._requests = requests
         self._lock = threading.RLock()
+        self._pause = Backoff(state.clock)  # behind an owner that failed: nothing else waits
 
     def learn(self, *, full: bool = False) -> None:
         """Read what is new; ``full``: also what is gone. Raises ``BucketError``."""
         state = self._state
         with self._lock:
-            erased = state.erased  # its records are learned under this lock alone
-            after = 0 if full else state.seen  # below it none is missing
+            erased, epoch = state.erased, state.epoch  # learned under this lock alone
+            after = 0 if full else state.learned
             lowest = read_records(self._requests, self._apply, erased.known, after)
             with state.lock:
                 if full and lowest is not None:
                     erased.keep_only(lowest)
-                top = erased.top
+                if state.epoch == epoch:
+                    state.learned = erased.top
             self.tell()
-            with state.lock:
-                state.seen = max(state.seen, top)
 
     def _apply(self, record: Record) -> None:
         """Apply it piece by piece, as lookups wait for each; it is known once all are applied."""
         state, what = self._state, record.what
+        is_done = True
         for piece in (None,) if what is None else what.pieces:
             with state.lock:
-                state.apply(record._replace(what=piece))
-        with state.lock:
-            state.erased.known[record.name] = record.number
+                is_done = state.apply(record._replace(what=piece))
+        if is_done:
+            with state.lock:
+                state.erased.known[record.name] = record.number
 
     def tell(self) -> None:
-        """Tell the owner, many records at once: it writes to its disk."""
+        """Tell the owner, many records at once: it writes to its disk. Where it fails, it is told
+        again later, and what it stores until then is dead wherever that names it."""
         state = self._state
         with self._lock:
-            while True:
+            while not state.closed:
                 with state.lock:
                     told: OnErased | None = state.on_erased
-                    if told is None or not state.untold or state.closed:
+                    if told is None or not state.untold:
+                        state.seen = max(state.seen, state.reach)
                         return
                     num_records = min(len(state.untold), _TOLD_AT_ONCE)
                     batch = [state.untold.popleft() for _ in range(num_records)]
-                try:
-                    told(batch)
-                except BaseException:
+                if not self._pause.is_over or not tried("telling of erasures", told, batch):
+                    self._pause.fail()
                     with state.lock:
                         state.untold.extendleft(reversed(batch))
-                    raise
+                    return
+                self._pause.succeed()
 
 
 class Keeper:
@@ -144,32 +132,19 @@ class Keeper:
         self._requests = requests
         self._records = records
         self._backoff = Backoff(state.clock)
-        self._attempted: set[str] = set()  # paths of records that may have to be written anew
 
     def run(self) -> None:
         while True:
             orders = self._await_work()
             if orders is None:
                 return
-            are_erased = self._tried(self._erase, orders)
-            are_done = [self._tried(self._settle_pins), self._tried(self._delete_doomed)]
+            are_erased = tried("erasing", self._erase, orders)
             for order in orders:  # all that was asked before is durable too, or none
                 keep(order.durable, are_erased)
-            if are_erased and all(are_done):
+            if self._settle_pins() and are_erased:
                 self._backoff.succeed()
             else:
                 self._backoff.fail()
-
-    def _tried(self, step: Callable[..., None], *arguments: object) -> bool:
-        """Return whether a step succeeded; it is tried again."""
-        try:
-            step(*arguments)
-        except BucketError:
-            return False  # the requests know, and say so
-        except BaseException:  # a panic of the library is no Exception
-            logger.exception("internal error while erasing or pinning; it is tried again")
-            return False
-        return True
 
     def _await_work(self) -> list[PendingErasure] | None:
         """Return the erasures to make durable, those that failed before too; None when closed."""
@@ -178,7 +153,7 @@ class Keeper:
             while True:
                 if state.closed:
                     return None
-                has_work = bool(state.orders or state.pins.unsettled or state.doomed)
+                has_work = bool(state.orders or state.pins.unsettled)
                 pauses_s = self._backoff.wait_s
                 if state.is_asked or (has_work and not pauses_s):
                     state.is_asked = False
@@ -188,17 +163,13 @@ class Keeper:
     # ---- Erasures ----
 
     def _erase(self, orders: list[PendingErasure]) -> None:
-        """Make erasures durable, and those that are asked for while their records are written: what
-        is listed of tenants and namespaces goes, once for all. Of single pages those go that are
-        known to any server, and others with the next full listing. Raises ``BucketError``."""
-        if not orders:
-            return
+        """Make erasures durable: what is listed of tenants and namespaces goes, once for all. Of
+        single pages those go that are known here, and others with the next collector. Raises
+        ``BucketError``."""
         state = self._state
-        self._record([order for order in orders if not order.number])
-        with state.lock:  # asked for meanwhile
-            late = [order for order in state.orders if not order.number]
-        self._record(late)
-        orders += late
+        new = [order for order in orders if not order.number]
+        if new:
+            self._number(new)
         with state.lock:  # a store under way may still arrive
             under_way = [upload for upload in state.uploading if upload.dropped]
             state.upload_done.wait_for(
@@ -214,17 +185,8 @@ class Keeper:
         for namespace in everywhere | {order.namespace for order in orders}:
             self._clean_pins(Layout(namespace))
         with state.lock:
-            state.end(orders)
-
-    def _record(self, orders: Sequence[PendingErasure]) -> None:
-        """Write records, and let go of the stores behind them. Raises ``BucketError``."""
-        if not orders:
-            return
-        try:
-            self._number(orders)
-        finally:
-            with self._state.lock:
-                self._state.release(orders)
+            for order in orders:
+                del state.orders[order]
 
     def _number(self, orders: Sequence[PendingErasure]) -> None:
         """Write records behind all that are there, one after another: who knows of one must know
@@ -240,21 +202,18 @@ class Keeper:
             if number + len(ours) > MAX_NUMBER:
                 raise BucketError(Failure.DENIED, "put has no number left: see the last record")
             objects = dict(packed(ours))
-            before, self._attempted = self._attempted, {*self._attempted, *objects}
             for path, data in objects.items():
                 self._requests.put(path, data)
             self._records.learn()
-            self._requests.delete([path for path in before if path not in objects])
-            self._attempted = set(objects)
             with state.lock:
                 known = state.erased.known.copy()
             names = {each.name for each in ours} | set(map(name_of, objects))
             is_last = not any(n > number and name not in names for name, n in known.items())
             if is_last and names <= known.keys():
-                self._attempted = set()
                 with state.lock:
                     for order in orders:
                         order.number = ours[-1].number  # all of them are known to who has that one
+                self._records.tell()
                 return
         raise BucketError(Failure.UNAVAILABLE, "put came late again and again")
 
@@ -270,8 +229,7 @@ class Keeper:
                     if name is not None
                     and state.erased.kills(layout.namespace, name.tenant, name.key, name.stamp)
                 ]
-            if gone:
-                self._requests.delete(gone)
+            self._requests.delete(gone)
 
     def _clean_pins(self, layout: Layout) -> None:
         """Rewrite pins that name what was erased, as they note what was there, or delete them.
@@ -291,33 +249,25 @@ class Keeper:
             pin = alive(*found, state.erased, layout.namespace)
         return write_changed(self._requests, listed, found, pin)
 
-    def _delete_doomed(self) -> None:
-        state = self._state
-        with state.lock:
-            paths = list(state.doomed)[:_DELETED_AT_ONCE]
-        if paths:
-            self._requests.delete(paths)
-            with state.lock:
-                for path in paths:
-                    state.doomed.pop(path, None)
-
     # ---- Pins ----
 
-    def _settle_pins(self) -> None:
-        """Write all that changed. Raises the last error."""
-        state = self._state
-        failed: BaseException | None = None
+    def _settle_pins(self) -> bool:
+        """Write all that changed, but for pins of what was erased and has no record yet: they would
+        count as older than that. Returns whether nothing is left."""
+        state, pins = self._state, self._state.pins
         with state.lock:
-            layout, changes = state.layout, dict(state.pins.unsettled)
-        for name, change in changes.items():
-            try:
-                self._settle_pin(layout, name, change)
-            except BaseException as error:  # a panic of the library is no Exception
-                failed = error
+            layout, changes = state.layout, dict(pins.unsettled)
+            found = {name: pins.book.get(name) for name in changes}
+            early = {
+                name for name, pin in found.items() if pin and state.is_erased(pin.keys, pin.tenant)
+            }
+        is_done = not early
+        for name in changes.keys() - early:
+            if not tried("pinning", self._settle_pin, layout, name, changes[name]):
+                is_done = False
                 with state.lock:
-                    state.pins.end(change, False)  # and tried again
-        if failed is not None:
-            raise failed
+                    pins.end(changes[name], False)  # and tried again
+        return is_done
 
     def _settle_pin(self, layout: Layout, name: str, change: PinChange) -> None:
         """Write the pin in force, or delete it, unless it changes meanwhile."""
@@ -326,8 +276,6 @@ class Keeper:
             if pins.unsettled.get(name) is not change:
                 return
             pin, stamp = pins.book.get(name), state.seen
-            if pin is not None and state.awaits_record(pin.keys, pin.tenant):
-                return  # it would count as older than that
         if pin is None:
             self._requests.delete([layout.pin(name)])
         else:

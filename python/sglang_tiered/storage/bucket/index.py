@@ -9,31 +9,20 @@ from __future__ import annotations
 
 import itertools
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.storage.base import TenantUsage
 from sglang_tiered.storage.bucket.names import PageName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["MAX_STEPS", "IndexRow", "BucketIndex"]
+__all__ = ["MAX_STEPS", "BucketIndex"]
 
-_ROW = struct.Struct("<IIIQIB")
+# Number of the share, time, length, stamp, checksum, mark of the last full listing that had begun.
+_ROW = struct.Struct("<IIIIQB")
 _SPARE_SHIFT = 10
 MAX_STEPS = 1000
 """Pages that one call drops or finds pinned, as lookups wait for it."""
-
-
-class IndexRow(NamedTuple):
-    """A row of the index."""
-
-    share: int
-    unix_s: int
-    length: int
-    checksum: int
-    stamp: int
-    mark: int  # of the last full listing that had begun when it was put
 
 
 class _Share:
@@ -57,6 +46,9 @@ class BucketIndex:
     are set; the oldest go first, but none that ``is_pinned``. Of two pages of one key the later
     counts."""
 
+    _evicted_s: int
+    num_dead: int
+
     def __init__(
         self,
         max_pages: int,
@@ -75,45 +67,29 @@ class BucketIndex:
 
     # ---- What there is ----
 
-    def get(self, key: bytes) -> IndexRow | None:
+    def get(self, key: bytes) -> PageName | None:
         row = self._rows.get(key)
         if row is None:
             return None
-        held = IndexRow(*_ROW.unpack(row))
-        return held if held.share in self._shares else None
+        number, unix_s, length, stamp, checksum, _ = _ROW.unpack(row)
+        share = self._shares.get(number)
+        if share is None:
+            return None
+        return PageName(key, share.tenant, length, stamp, unix_s, checksum)
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         if self.num_dead:
             return [self.get(key) is not None for key in keys]
         return [key in self._rows for key in keys]
 
-    def num_leading(self, keys: Sequence[bytes]) -> int:
-        held = self.holds(keys)
-        return held.index(False) if False in held else len(keys)
-
     def keys(self) -> list[bytes]:
         """Return all keys, those of dead rows too. Of the table itself no part can be looked at: a
         copy of a million takes some ten milliseconds."""
         return list(self._rows)
 
-    def name_of(self, key: bytes, held: IndexRow) -> PageName:
-        tenant = self._shares[held.share].tenant
-        return PageName(key, tenant, held.length, held.stamp, held.unix_s, held.checksum)
-
-    def is_at(self, name: PageName) -> bool:
-        """Return whether this is the object that a lookup finds."""
-        held = self.get(name.key)
-        return held is not None and self.name_of(name.key, held) == name
-
     @property
     def num_tenants(self) -> int:
         return len(self._tenants)
-
-    def usage(self) -> list[TenantUsage]:
-        return [
-            TenantUsage(each.tenant, each.num_pages, each.num_bytes, each.num_bytes)
-            for each in self._tenants.values()
-        ]
 
     def bytes_of(self, keys: Iterable[bytes]) -> int:
         return sum(held.length for key in keys if (held := self.get(key)) is not None)
@@ -128,10 +104,10 @@ class BucketIndex:
         """Enter a page that is in the bucket, unless a later one of its key is known. None that is
         listed goes in the place of a younger one: it may have gone for that before."""
         known = self.get(name.key)
+        if known == name:
+            self._rows[name.key] = self._rows[name.key][:-1] + bytes([self._mark])
+            return
         if known is not None:
-            if self.name_of(name.key, known) == name:
-                self._rows[name.key] = _ROW.pack(*known[:-1], self._mark)
-                return
             if known.unix_s > name.unix_s:
                 return
             self.drop(name.key)
@@ -143,16 +119,21 @@ class BucketIndex:
         if share is None:
             share = self._tenants[name.tenant] = _Share(name.tenant, next(self._numbers))
             self._shares[share.number] = share
-        held = IndexRow(
-            share.number, name.unix_s, name.length, name.checksum, name.stamp, self._mark
+        self._rows[name.key] = _ROW.pack(
+            share.number, name.unix_s, name.length, name.stamp, name.checksum, self._mark
         )
-        self._rows[name.key] = _ROW.pack(*held)
         self._count(share, 1, name.length)
         self._count_pinned(share, name.length if self._is_pinned(name.key) else 0)
-        if self._max_tenant_bytes is not None and any(name.tenant):
+        limit = self._max_tenant_bytes
+        if limit is not None and any(name.tenant):
             share.keys[name.key] = None
-            self._evict_of_share(share, self._max_tenant_bytes)
-        self._evict()
+            if share.num_bytes > limit:
+                enough = limit - (limit >> _SPARE_SHIFT)
+                evicted_s = self._evict(share.keys, lambda: share.num_bytes <= enough)
+                share.evicted_s = max(share.evicted_s, evicted_s)
+        if not self._has_room():
+            evicted_s = self._evict(self._rows, lambda: self._has_room(spare=True))
+            self._evicted_s = max(self._evicted_s, evicted_s)
 
     def _is_too_old(self, name: PageName, share: _Share | None) -> bool:
         """Return whether a page would have to go before any other of all, or of its tenant."""
@@ -189,7 +170,7 @@ class BucketIndex:
         for key in keys:
             held = self.get(key)
             if held is not None:
-                self._count_pinned(self._shares[held.share], sign * held.length)
+                self._count_pinned(self._tenants[held.tenant], sign * held.length)
 
     def _count_pinned(self, share: _Share, num_bytes: int) -> None:
         share.pinned_bytes += num_bytes
@@ -205,7 +186,7 @@ class BucketIndex:
         if held is None:
             return False
         del self._rows[key]
-        share = self._shares[held.share]
+        share = self._tenants[held.tenant]
         share.keys.pop(key, None)
         self._count_pinned(share, -held.length if self._is_pinned(key) else 0)
         self._count(share, -1, -held.length)
@@ -233,10 +214,9 @@ class BucketIndex:
         self.num_pages = self.stored_bytes = self.pinned_bytes = 0
         return num_pages
 
-    def sweep(self, keys: Iterable[bytes], *, unseen: bool = False) -> int:
+    def sweep(self, keys: Iterable[bytes], *, unseen: bool = False) -> None:
         """Remove rows of dead shares among these, and with ``unseen`` pages that were not put since
-        ``begin_listing``; returns how many of those."""
-        num_dropped = 0
+        ``begin_listing``."""
         for key in keys:
             row = self._rows.get(key)
             if row is None:
@@ -245,62 +225,38 @@ class BucketIndex:
                 del self._rows[key]
                 self.num_dead -= 1
             elif unseen and row[-1] != self._mark:
-                num_dropped += self.drop(key)
-        return num_dropped
+                self.drop(key)
 
-    def expire(self, oldest_s: float) -> bool:
-        """Forget some of what was uploaded before that time; returns whether that is all."""
-        return self._drop_oldest(lambda held: held.unix_s >= oldest_s)
-
-    def _evict(self) -> None:
-        if not self._has_room():
-            num_before = self.num_pages
-            self._drop_oldest(lambda _: self._has_room(spare=True))
-            self.num_pages_evicted += num_before - self.num_pages
-
-    def _drop_oldest(self, is_enough: Callable[[IndexRow], bool]) -> bool:
-        """Drop from the oldest on, at most some; returns whether it is enough. What is pinned goes
-        to the end."""
-        for key in list(itertools.islice(self._rows, MAX_STEPS)):
+    def _evict(self, keys: dict[bytes, Any], is_enough: Callable[[], bool]) -> int:
+        """Drop from the oldest of these on, at most some; returns the time of the youngest that
+        went. What is pinned goes to the end."""
+        evicted_s = 0
+        for key in list(itertools.islice(keys, MAX_STEPS)):
             held = self.get(key)
             if held is None:
                 self.sweep([key])
-            elif is_enough(held):
-                return True
+            elif is_enough():
+                break
             elif self._is_pinned(key):
-                self._rows[key] = self._rows.pop(key)
+                keys[key] = keys.pop(key)
             else:
-                self._evicted_s = max(self._evicted_s, held.unix_s)
-                self.drop(key)
-        return not self._rows
-
-    def _evict_of_share(self, share: _Share, limit: int) -> None:
-        """Drop the oldest of a share until it keeps its limit. What is pinned goes to the end."""
-        if share.num_bytes <= limit:
-            return
-        for key in list(itertools.islice(share.keys, MAX_STEPS)):
-            if share.num_bytes <= limit - (limit >> _SPARE_SHIFT):
-                return
-            held = self.get(key)
-            if held is None or self._is_pinned(key):
-                share.keys[key] = share.keys.pop(key)
-            else:
-                share.evicted_s = max(share.evicted_s, held.unix_s)
+                evicted_s = max(evicted_s, held.unix_s)
                 self.num_pages_evicted += self.drop(key)
+        return evicted_s
 
     def check_integrity(self) -> None:
         """Recount everything."""
-        rows = [IndexRow(*_ROW.unpack(row)) for row in self._rows.values()]
-        living = [held for held in rows if held.share in self._shares]
-        assert len(rows) - len(living) == self.num_dead, f"{self.num_dead} rows counted dead"
+        living = [held for key in self._rows if (held := self.get(key)) is not None]
+        num_dead = len(self._rows) - len(living)
+        assert num_dead == self.num_dead, f"{num_dead} rows are dead, {self.num_dead} counted"
         counted = (self.num_pages, self.stored_bytes)
         found = (len(living), sum(held.length for held in living))
         assert counted == found, f"pages and bytes {found}, counted {counted}"
         pinned = self.bytes_of(key for key in self._rows if self._is_pinned(key))
         assert pinned == self.pinned_bytes, f"{pinned} bytes pinned, {self.pinned_bytes} counted"
-        usage = self.usage()
-        shares = (sum(u.num_pages for u in usage), sum(u.stored_bytes for u in usage))
-        assert shares == found, f"tenants have {shares} of {found}"
+        shares = self._tenants.values()
+        theirs = (sum(each.num_pages for each in shares), sum(each.num_bytes for each in shares))
+        assert theirs == found, f"tenants have {theirs} of {found}"
         assert {id(s) for s in self._shares.values()} == {id(s) for s in self._tenants.values()}
         keyed = {key for share in self._shares.values() for key in share.keys}
         assert keyed <= self._rows.keys(), "a share has keys without rows"

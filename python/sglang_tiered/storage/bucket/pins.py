@@ -7,7 +7,7 @@ pages do. What was erased since is in none, whatever it says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -53,11 +53,8 @@ class _PinFile(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
-@dataclass(eq=False, slots=True)
-class PinChange:
-    """The pin of a name is to be written, or deleted where it is gone."""
-
-    durable: list[Future[bool]]
+PinChange = list["Future[bool]"]
+"""Who waits until the pin of a name is written, or deleted where it is gone."""
 
 
 def pack_pin(pin: Pin, stamp: int) -> bytes:
@@ -152,22 +149,18 @@ class BucketPins:
         pinned = index.pinned_bytes - index.bytes_of(freed)
         return self.book.refusal(pin, freed, asked, pinned, max_pins=MAX_PINS, max_keys=MAX_KEYS)
 
-    def change(self, name: str, pin: Pin | None) -> None:
-        """Set a pin of this server in force, or let one go."""
+    def change(self, name: str, pin: Pin | None, durable: Future[bool]) -> None:
+        """Set a pin of this server in force, or let one go; and have that written."""
         self.drop(name)
         if pin is not None:
             self._add(pin)
-
-    def unsettle(self, name: str, *durable: Future[bool]) -> None:
-        """Have a pin written as it is, or deleted."""
-        before = self.unsettled.get(name)
-        self.unsettled[name] = PinChange([*(before.durable if before else ()), *durable])
+        self.unsettled[name] = [*self.unsettled.get(name, ()), durable]
         self.ours.add(name)
 
     def end(self, change: PinChange, outcome: bool) -> None:
-        for future in change.durable:
+        for future in change:
             keep(future, outcome)
-        change.durable = []
+        change.clear()
 
     def take_up(self, pin: Pin, stamp: int) -> None:
         """Set a pin in force that was read."""
@@ -185,8 +178,8 @@ class BucketPins:
         for name in self.book.expired():
             self.drop(name)
 
-    def erase(self, what: Erasure | None, number: int | None = None) -> None:
-        """Take erased pages out of the pins that are older than a record (None: out of all)."""
+    def erase(self, what: Erasure | None, number: int) -> None:
+        """Take erased pages out of the pins that are older than a record."""
         if what is not None and what.keys is not None:
             gone = frozenset(what.keys)
             hit = self.book.with_any(gone)
@@ -195,7 +188,7 @@ class BucketPins:
             tenant = None if what is None else what.tenant
             hit = [pin for pin in self.book if tenant in (None, pin.tenant)]
         for pin in hit:
-            if number is not None and self.stamps.get(pin.name, -1) >= number:
+            if self.stamps.get(pin.name, -1) >= number:
                 continue
             left = tuple(key for key in pin.keys if key not in gone) if gone else ()
             self._remove(pin.name)

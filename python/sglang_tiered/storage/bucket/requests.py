@@ -1,4 +1,4 @@
-"""Requests to a bucket: how ``obstore`` is opened and asked, what they took, and what went wrong.
+"""Requests to a bucket: how ``obstore`` is opened and asked, what went wrong, and when not to ask.
 
 The text of a library's error names the endpoint, and a refusal repeats the key id: it is read here
 to tell causes apart, and goes no further.
@@ -9,28 +9,31 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import logging
 import os
 import re
-import ssl
 import threading
-import urllib.error
-import urllib.request
 from collections import Counter
 from concurrent.futures import wait
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+import requests
+
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
+from sglang_tiered.storage.backoff import Backoff
+from sglang_tiered.storage.base import Health
 from sglang_tiered.storage.bucket.directory import LISTED_AT_ONCE, Directory, Listed
 from sglang_tiered.storage.jobs import call_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["BucketError", "Failure", "Requests", "explain"]
+__all__ = ["Breaker", "BucketError", "Failure", "Requests", "explain", "tried"]
 
 try:
     import obstore
@@ -38,6 +41,8 @@ try:
 except ImportError:  # the tier is optional: only opening it asks for the library
     obstore = None  # type: ignore[assignment]
 
+
+logger = logging.getLogger(__name__)
 
 REMOTE = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 _OWNERS = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}
@@ -64,6 +69,8 @@ _DELETED_AT_ONCE = 1000  # by a bulk delete
 _NOT_OFFERED = (400, 405, 501)  # answers to a bulk delete
 _NUM_AT_ONCE = 8  # requests under way of those that are asked for together
 
+_FAILURES_TOLERATED = 2
+
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
@@ -74,13 +81,6 @@ _CREDENTIALS = re.compile(
 _METADATA = re.compile(r"/latest/api/token|/latest/meta-data|/computeMetadata/|metadata/identity")
 _RANGE = re.compile(r"InvalidRange|StartTooLarge|Wanted range starting")
 _DENIED_TYPES = ("PermissionDeniedError", "UnauthenticatedError")
-
-
-def require_library() -> None:
-    """Raise ``ConfigError`` without obstore."""
-    require("the object tier", "obstore")
-    if obstore is None:
-        raise ConfigError("obstore is installed but cannot be imported; install it anew.")
 
 
 class Remote:
@@ -104,7 +104,7 @@ class Remote:
         else:
             self._store = _open_store(url, _OWNERS.get(scheme, "AZURE"), timeout_s)
 
-    def read(self, path: str, nbytes: int, into: memoryview | None = None) -> memoryview:
+    def read(self, path: str, nbytes: int) -> memoryview:
         """Return the first bytes of an object, in memory of the library's own."""
         return memoryview(obstore.get_range(self._store, path, start=0, end=nbytes))
 
@@ -149,19 +149,10 @@ class Remote:
             obstore.delete(self._store, path)
             return
         url = obstore.sign(self._store, "DELETE", path, _SIGNED_FOR)
-        context = ssl.create_default_context() if url.startswith("https:") else None
-        if context is not None and (bundle := os.environ.get("AWS_CA_BUNDLE")):
-            context.load_verify_locations(bundle)
-        request = urllib.request.Request(url, method="DELETE")  # noqa: S310
-        try:
-            with urllib.request.urlopen(  # noqa: S310
-                request, timeout=self._timeout_s, context=context
-            ):
-                return
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code != 404:
-                raise OSError(f"status code: {error.code}") from None  # without the signed URL
+        bundle = os.environ.get("AWS_CA_BUNDLE") or True
+        answer = requests.delete(url, timeout=self._timeout_s, verify=bundle)
+        if not answer.ok and answer.status_code != 404:
+            raise OSError(f"status code: {answer.status_code}")  # without the signed URL
 
 
 def _open_store(url: str, owner: str, timeout_s: float) -> Any:
@@ -246,10 +237,24 @@ def explain(error: BaseException, kind: str) -> BucketError:
     return said(Failure.UNAVAILABLE, f"failed ({name})")
 
 
+def tried(doing: str, step: Callable[..., object], *arguments: object) -> bool:
+    """Return whether a step of a thread succeeded. Whatever it raises, the thread goes on."""
+    try:
+        step(*arguments)
+    except BucketError:
+        return False  # the requests know, and say so
+    except BaseException:  # a panic of the library is no Exception
+        logger.exception("internal error while %s; it is tried again", doing)
+        return False
+    return True
+
+
 def _open(url: str, timeout_s: float) -> Directory | Remote:
     """Open what a URL names, touching nothing but a directory. Raises ``ConfigError`` if it is
     invalid, or without obstore."""
-    require_library()
+    require("the object tier", "obstore")
+    if obstore is None:
+        raise ConfigError("obstore is installed but cannot be imported; install it anew.")
     try:
         parts = urlsplit(url)
         is_bare = not (parts.username or parts.password or parts.query or parts.fragment)
@@ -299,18 +304,11 @@ class Requests:
         self._requests: Counter[str] = Counter()
         self._troubles: dict[str, str] = {}
         self.bytes_in = 0
-        self.bytes_out = 0
-        self.last_error = ""  # as a clause that names no secret and no endpoint
 
     @property
-    def directory(self) -> Path | None:
-        """Return where everything is, if the bucket is a directory."""
-        return self._place.root if isinstance(self._place, Directory) else None
-
-    @property
-    def reads_in_place(self) -> bool:
-        """Return whether ``read_cached`` may find anything."""
-        return isinstance(self._place, Directory) and self._place.offers_cached
+    def shows_staged(self) -> bool:
+        """Return whether listings show what is still being written, or was never finished."""
+        return isinstance(self._place, Directory)
 
     @property
     def requests(self) -> dict[str, int]:
@@ -337,10 +335,9 @@ class Requests:
             wait(found)
             yield from (each.result() for each in found)
 
-    def get(self, path: str, nbytes: int, *, into: memoryview | None = None) -> memoryview:
-        """Return the first ``nbytes`` of an object, or all where it is shorter; of a directory in
-        ``into``, where they fit."""
-        data: memoryview = self._read("get", lambda: self._place.read(path, nbytes, into))
+    def get(self, path: str, nbytes: int) -> memoryview:
+        """Return the first ``nbytes`` of an object, or all where it is shorter."""
+        data: memoryview = self._ask("get", lambda: self._place.read(path, nbytes))
         with self._lock:
             self.bytes_in += len(data)
         return data
@@ -356,27 +353,10 @@ class Requests:
                 raise
             return None
 
-    def open_cached(self, path: str) -> int | None:
-        """Open a directory's file, which may wait for storage; None for anything amiss."""
-        assert isinstance(self._place, Directory)
-        return self._place.open_cached(path)
-
-    def read_cached(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers with what memory holds of a file; returns how many bytes, and 0 for anything
-        amiss. Never waits for storage."""
-        assert isinstance(self._place, Directory)
-        num_read = self._place.read_cached(fd, buffers)
-        if num_read:
-            with self._lock:
-                self._requests["get"] += 1
-                self.bytes_in += num_read
-            self._on_outcome(None)
-        return num_read
-
     def modified(self, path: str) -> float | None:
         """Return when an object was written, by the store's clock; None where it is missing."""
         try:
-            return float(self._read("head", lambda: self._place.modified(path)))
+            return float(self._ask("head", lambda: self._place.modified(path)))
         except BucketError as error:
             if error.failure is not Failure.NOT_FOUND:
                 raise
@@ -386,86 +366,120 @@ class Requests:
         """Yield what is in a folder and below it, in parts and in the order of paths, from the path
         behind ``after`` on."""
         parts = self._place.listing(folder, after)
-        while part := self._read("list", lambda: next(parts, None)):
+        while part := self._ask("list", lambda: next(parts, None)):
             yield part
             if len(part) < LISTED_AT_ONCE:
                 return  # the last one: no further request
 
     def folders(self, folder: str) -> list[str]:
         """Return the paths of the folders in a folder."""
-        return list(self._read("list", lambda: self._place.folders(folder)))
+        return list(self._ask("list", lambda: self._place.folders(folder)))
 
     def put(self, path: str, data: bytes | memoryview) -> None:
         """Write an object, whole or not at all; durable where the store is a directory."""
-        self._write("put", lambda: self._place.write(path, data))
-        with self._lock:
-            self.bytes_out += len(data)
+        self._ask("put", lambda: self._place.write(path, data))
 
     def replace(self, listed: Listed, data: bytes) -> bool:
         """Write an object in the place of one that was listed; returns whether that was still so.
         Where the store cannot tell, it goes in the place of any."""
-        is_same: bool = self._write("put", lambda: self._place.replace(listed, data))
-        with self._lock:
-            self.bytes_out += len(data)
-        return is_same
+        return bool(self._ask("put", lambda: self._place.replace(listed, data)))
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects; a missing one counts as deleted."""
-        rest = list(paths)
-        while rest and isinstance(self._place, Remote) and self._place.deletes_in_bulk:
-            rest = self._delete_in_bulk(self._place, rest)
-        for _ in self.each(self._delete_one, rest):
+        """Delete objects, many by one request; where that is not offered, all are single from then
+        on. A missing one counts as deleted."""
+        rest, place = list(paths), self._place
+        while rest and isinstance(place, Remote) and place.deletes_in_bulk:
+            some = rest[:_DELETED_AT_ONCE]
+            try:
+                self._ask("delete", partial(place.remove_all, some))
+                del rest[: len(some)]
+            except BucketError as error:
+                if error.failure is Failure.DENIED or error.status not in _NOT_OFFERED:
+                    raise  # 400 also answers a token that is over
+                place.deletes_in_bulk = False
+        for _ in self.each(lambda path: self._ask("delete", partial(place.remove, path)), rest):
             pass
 
-    def _delete_one(self, path: str) -> None:
-        self._write("delete", lambda: self._place.remove(path), missing_is_fine=True)
-
-    def _delete_in_bulk(self, place: Remote, paths: list[str]) -> list[str]:
-        """Delete some by one request; where that is not offered, all are single from then on.
-        Returns the others."""
-        some, rest = paths[:_DELETED_AT_ONCE], paths[_DELETED_AT_ONCE:]
-        try:
-            self._write("delete", lambda: place.remove_all(some), missing_is_fine=True)
-        except BucketError as error:
-            if error.failure is Failure.DENIED or error.status not in _NOT_OFFERED:
-                raise  # 400 also answers a token that is over
-            place.deletes_in_bulk = False
-            return paths
-        return rest
-
-    def _read(self, kind: str, request: Callable[[], Any]) -> Any:
-        self._begin(kind)
-        try:
-            found = request()
-        except Exception as error:
-            cause = explain(error, kind)
-            answered = cause.failure in (Failure.NOT_FOUND, Failure.BAD_RANGE)
-            if not answered:
-                self.last_error = cause.clause
-            self._on_outcome(None if answered else cause)
-            raise cause from None
-        self._on_outcome(None)
-        return found
-
-    def _write(
-        self, kind: str, request: Callable[[], Any], *, missing_is_fine: bool = False
-    ) -> Any:
-        self._begin(kind)
-        outcome = None
-        try:
-            outcome = request()
-        except Exception as error:
-            cause = explain(error, kind)
-            if not (missing_is_fine and cause.failure is Failure.NOT_FOUND):
-                with self._lock:
-                    self.last_error = self._troubles[kind] = cause.clause
-                raise cause from None
-        with self._lock:
-            self._troubles.pop(kind, None)
-        return outcome
-
-    def _begin(self, kind: str) -> None:
+    def _ask(self, kind: str, request: Callable[[], Any]) -> Any:
+        """Make one request, and note how it ended: puts and deletes here, others where
+        ``on_outcome`` says. Raises ``BucketError``."""
         if self._closed:
             raise BucketError(Failure.UNAVAILABLE, f"{kind} was not sent: the tier is closed")
         with self._lock:
             self._requests[kind] += 1
+        answer = cause = None
+        try:
+            answer = request()
+        except Exception as error:
+            cause = explain(error, kind)
+        is_missing = cause is not None and cause.failure is Failure.NOT_FOUND
+        if kind == "delete" and is_missing:
+            cause = None
+        if kind in ("put", "delete"):
+            with self._lock:
+                self._troubles.pop(kind, None)
+                if cause is not None:
+                    self._troubles[kind] = cause.clause
+        else:
+            is_answered = is_missing or cause is None or cause.failure is Failure.BAD_RANGE
+            self._on_outcome(None if is_answered else cause)
+        if cause is not None:
+            raise cause from None
+        return answer
+
+
+class Breaker:
+    """RUNNING -> MISS_ONLY after failed reads in a row, of whatever thread. From then on only the
+    discovery thread asks, one probe after a pause that doubles, and the first that succeeds brings
+    RUNNING back. (A ``HealthMonitor`` lets loads be the probes, which may take seconds here.)
+
+    A bucket that never answered yet gets no benefit of the doubt: its first failure opens.
+    Thread-safe. ``stores``: pauses behind puts that failed, while loads go on."""
+
+    def __init__(self, clock: Callable[[], float], name: str, on_open: Callable[[], None]) -> None:
+        self._name = name
+        self._on_open = on_open
+        self._lock = threading.Lock()
+        self._tolerated = 0  # failures in a row
+        self._cause = ""
+        self.probes = Backoff(clock)  # open while one failed
+        self.stores = Backoff(clock)
+
+    @property
+    def is_open(self) -> bool:
+        return self.probes.num_failures > 0
+
+    def accepts_stores(self) -> bool:
+        return not self.is_open and self.stores.is_over
+
+    def diagnosis(self) -> tuple[Health, str]:
+        """Return the state of now and why; the reason is empty while RUNNING."""
+        with self._lock:
+            return (Health.MISS_ONLY, self._cause) if self.is_open else (Health.RUNNING, "")
+
+    def note(self, error: BucketError | None) -> None:
+        """Note a request that reads: None was answered, if only by "not found"; an error after its
+        retries."""
+        if error is not None:
+            self._fail(error.clause, self._tolerated)
+            return
+        with self._lock:
+            was_open, self._tolerated = self.is_open, _FAILURES_TOLERATED
+            self.probes.succeed()
+        if was_open:
+            logger.info("%s answers again", self._name)
+
+    def fault(self, what: str) -> None:
+        """Note that the engine failed, not the bucket, in an except clause: misses until a probe
+        succeeds."""
+        logger.exception("%s: internal error while %s", self._name, what)
+        self._fail(f"internal error while {what}", 0)
+
+    def _fail(self, cause: str, tolerated: int) -> None:
+        with self._lock:
+            was_open, self._cause = self.is_open, cause
+            self.probes.fail(tolerated)
+            opens = self.is_open and not was_open
+        if opens:
+            self._on_open()
+            logger.warning("%s: %s; every lookup misses until it works again", self._name, cause)

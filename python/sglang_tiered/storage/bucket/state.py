@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.budgets import DailyBudget
 from sglang_tiered.storage.base import Erasure, Reason
-from sglang_tiered.storage.bucket.erased import BucketErasures
+from sglang_tiered.storage.bucket.erased import MAX_NUMBER, BucketErasures
 from sglang_tiered.storage.bucket.index import BucketIndex
 from sglang_tiered.storage.bucket.names import Layout
 from sglang_tiered.storage.bucket.pins import BucketPins
@@ -36,7 +36,6 @@ __all__ = [
 ]
 
 _MAX_SKIPPED = 8192
-_MAX_DOOMED = 65_536
 _MAX_HEARD = 65_536  # what is forgotten and told again is done again, which is safe and costs pages
 
 OnErased = Callable[[Sequence[Erasure]], None]
@@ -45,30 +44,27 @@ OnErased = Callable[[Sequence[Erasure]], None]
 
 @dataclass(eq=False, slots=True)
 class PendingErasure:
-    """An erasure of this server that is to be made durable. ``number``: of its record, 0 before it
-    has one, or of a later one of this server. ``turn``: later ones have higher ones. ``pages``:
-    paths of what was held of it."""
+    """An erasure of this server that is to be made durable. ``after``: its record will be behind
+    this one. ``number``: of its record, 0 before it has one, or of a later one of this server.
+    ``pages``: paths of what was held of it."""
 
     what: Erasure
     namespace: bytes
     durable: Future[bool]
-    turn: int
+    after: int
     pages: list[str] = field(default_factory=list)
     number: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class Upload:
-    """A page on its way. Its buffer is the caller's until ``BucketState.settle``. ``awaits``: it
-    was submitted behind an erasure that names it, and gets the number of that as its stamp."""
+    """A page on its way. Its buffer is the caller's until ``BucketState.settle``."""
 
     job: Job
     position: int
     namespace: bytes
-    epoch: int
     stamp: int
     num_bytes: int
-    awaits: PendingErasure | None = None
     dropped: bool = False  # erased meanwhile
     is_copied: bool = False  # its buffer is not touched any more
     is_settled: bool = False
@@ -85,7 +81,8 @@ class BucketLoad:
     job: Job
     layout: Layout
     num_left: int
-    num_touching: int = 0  # pages that are being read, or copied, into its buffers
+    deadline: float
+    num_touching: int = 0  # pages that are being copied into its buffers
     is_open: bool = True
 
 
@@ -95,7 +92,6 @@ class PageLoad(NamedTuple):
     load: BucketLoad
     position: int
     name: PageName
-    in_place: bool = False  # straight into its buffers, if that takes no waiting
 
     @property
     def page(self) -> Page:
@@ -106,21 +102,12 @@ class PageLoad(NamedTuple):
         return self.name.path(self.load.layout)
 
 
-def _named(what: Erasure) -> Iterable[bytes | None]:
-    """Return the keys, or the tenant, or None for everything: no two are of one length."""
-    return (what.tenant,) if what.keys is None else what.keys
-
-
 class BucketState:
     """What the threads share. Everything is guarded by ``lock`` but for what never changes."""
 
-    num_passes = 0
-    num_full_listings = 0
-    last_pass_s = 0.0
     num_pages_stored = 0
     num_pages_loaded = 0
     num_pages_erased = 0
-    num_pages_vanished = 0
     bytes_stored = 0
     bytes_written = 0
     bytes_loaded = 0
@@ -146,7 +133,7 @@ class BucketState:
         self.closed = False
         self.namespace = namespace
         self.epoch = 0  # of the namespace
-        self.listed_epoch = -1  # of which a pass was whole
+        self.listed_epoch = -1  # of the last pass that was whole
         self.index = BucketIndex(
             settings.max_pages,
             settings.capacity_bytes,
@@ -172,19 +159,14 @@ class BucketState:
         self.skipped: OrderedDict[str, None] = OrderedDict()  # pages that are damaged
         # Erasures
         self.erased = BucketErasures()
-        self.seen = 0  # all records up to this one are applied, by the owner's other tiers too
+        self.learned = 0  # all records up to this one are applied
+        self.seen = 0  # by the owner's other tiers too: the stamp of what it stores
         self.orders: dict[PendingErasure, None] = {}  # not durable yet
-        self._last_orders: dict[
-            bytes | None, PendingErasure
-        ] = {}  # by key, by tenant, of everything
-        self._num_orders = 0
         self.is_asked = False  # the keeper, for what it has not tried yet
         # Ids of the pieces of erasures that are done here; true: of this server's.
         self.heard: dict[bytes, bool] = {}
-        self.doomed: dict[str, None] = {}  # paths of pages that are dead and must go
         self.on_erased: OnErased | None = None
         self.untold: deque[Erasure] = deque()
-        self.elsewhere: dict[bytes, list[Erasure]] = {}  # of everything, by other namespaces
         self.refreshes: list[tuple[bool, Future[bool]]] = []  # whether full, and how it ended
 
     @property
@@ -201,17 +183,16 @@ class BucketState:
         ):
             ready.notify_all()
 
+    def forget(self, name: PageName, layout: Layout) -> None:
+        """Forget an object, unless there is another of its key."""
+        if layout == self.layout and self.index.get(name.key) == name:
+            self.index.drop(name.key)
+
     def skip(self, path: str) -> None:
         """Do not find a page again while its path is remembered."""
         self.skipped[path] = None
         if len(self.skipped) > _MAX_SKIPPED:
             self.skipped.popitem(last=False)
-
-    def doom(self, path: str) -> None:
-        """Have a page deleted."""
-        if len(self.doomed) < _MAX_DOOMED:
-            self.doomed[path] = None
-            self.keeper_ready.notify()
 
     # ---- Erasing ----
 
@@ -221,42 +202,41 @@ class BucketState:
         while len(self.heard) > _MAX_HEARD:
             del self.heard[next(iter(self.heard))]
 
-    def hide(self, what: Erasure | None) -> None:
-        """Hide what an erasure of this namespace names, on its way or held."""
+    def hide(self, what: Erasure | None, number: int) -> None:
+        """Hide what an erasure of this namespace names (None: everything), on its way or held, and
+        was stored without knowing a record of that number."""
+        self.pins.erase(what, number)
         self.drop_uploads(what)
         index = self.index
         if what is None or what.is_everything:
             num_pages = index.clear()
-        elif what.keys is not None:
-            num_pages = sum(index.drop(key) for key in what.keys)
-        else:
-            assert what.tenant is not None
+        elif what.tenant is not None:
             num_pages = index.drop_tenant(what.tenant)
+        else:
+            held = map(index.get, what.keys or ())
+            num_pages = sum(index.drop(each.key) for each in held if each and each.stamp < number)
         self.num_pages_erased += num_pages
         self.discovery_ready.notify_all()  # it sweeps
 
-    def apply(self, record: Record) -> None:
-        """Hide what a record of one piece names and was stored without knowing it, and have the
-        owner told."""
+    def hide_unrecorded(self, what: Erasure) -> None:
+        """Hide what has no record so far, whatever its writer knew."""
+        self.erased.expect(what, self.namespace)
+        self.hide(what, MAX_NUMBER + 1)
+
+    def apply(self, record: Record) -> bool:
+        """Hide what a record of one piece names, and have the owner told. Returns whether that is
+        done, whatever namespace comes."""
         self.erased.add(record)
         what = record.what
         if what is not None and (what.is_empty or self.heard.get(what.id)):
-            return  # done, and what is held behind it is younger
+            return True  # done, and what is held behind it is younger
         if what is not None and what.is_everything and record.namespace != self.namespace:
-            self.elsewhere.setdefault(record.namespace, []).append(what)
-            return
+            return False
         if what is not None:
             self.hear([what], is_own=False)
             self.untold.append(what)
-        self.pins.erase(what, record.number)
-        if what is None or what.keys is None:
-            self.hide(what)  # what is alive is listed again
-            return
-        self.drop_uploads(what)
-        for key in what.keys:
-            held = self.index.get(key)
-            if held is not None and held.stamp < record.number:
-                self.num_pages_erased += self.index.drop(key)
+        self.hide(what, record.number)  # what is alive is listed again
+        return True
 
     def drop_uploads(self, what: Erasure | None) -> None:
         """Keep what is on its way of an erasure invisible. An uploader that has a page deletes it
@@ -277,20 +257,11 @@ class BucketState:
                 self._no_longer_pending(upload)
         self.cancel([upload for upload in self.uploads if is_gone(upload)])
 
-    def cancel(self, uploads: Iterable[Upload], reason: Reason = Reason.CANCELLED) -> None:
+    def cancel(self, uploads: Iterable[Upload]) -> None:
         """End what waits for its upload."""
         for upload in uploads:
             del self.uploads[upload]
-            self.settle(upload, reason)
-
-    def take_upload(self) -> Upload | None:
-        """Return what to upload next: nothing that awaits a record."""
-        for upload in self.uploads:
-            if upload.awaits is None or upload.awaits.number:
-                del self.uploads[upload]
-                self.uploading[upload] = None
-                return upload
-        return None
+            self.settle(upload, Reason.CANCELLED)
 
     def ask_keeper(self) -> None:
         """Have the keeper try at once, whatever it waits for."""
@@ -298,38 +269,28 @@ class BucketState:
         self.keeper_ready.notify()
 
     def order(self, what: Erasure) -> PendingErasure:
-        """Have the keeper make an erasure of at most one record durable."""
-        self._num_orders += 1
-        order = PendingErasure(what, self.namespace, self.promises.make(), self._num_orders)
+        """Hide an erasure of at most one record, and have the keeper make it durable."""
+        order = PendingErasure(what, self.namespace, self.promises.make(), self.erased.top)
+        for key in what.keys or ():
+            held = self.index.get(key)
+            if held is not None:
+                order.pages.append(held.path(self.layout))
         self.orders[order] = None
-        self._last_orders.update(dict.fromkeys(_named(what), order))
+        self.hear(what.pieces, is_own=True)
+        self.hide_unrecorded(what)
         return order
 
-    def release(self, orders: Sequence[PendingErasure]) -> None:
-        """Let go of the stores behind erasures: these have records now, or can have none."""
-        done = set(orders)
-        waiting = [upload for upload in self.uploads if upload.awaits in done]
-        self.cancel([u for u in waiting if u.awaits and not u.awaits.number], Reason.REJECTED)
-        self.transfer_ready.notify_all()
+    def is_erased(self, keys: Iterable[bytes], tenant: bytes) -> bool:
+        """Return whether any of these pages would be dead if it were stored now. The record of what
+        names it is not there yet, or the owner has not been told."""
+        page = self.namespace, tenant
+        return any(self.erased.hides(*page, key, self.seen) for key in keys)
 
-    def end(self, orders: Sequence[PendingErasure]) -> None:
-        """Forget orders, whose erasures are durable."""
-        for order in orders:
-            del self.orders[order]
-            for name in _named(order.what):
-                if self._last_orders.get(name) is order:
-                    del self._last_orders[name]
-
-    def order_before(self, key: bytes, tenant: bytes) -> PendingErasure | None:
-        """Return the last erasure that names a page, if it has no record yet: those before it have
-        none either."""
-        found = (self._last_orders.get(name) for name in (key, tenant, None))
-        waiting = (order for order in found if order is not None and not order.number)
-        return max(waiting, key=lambda order: order.turn, default=None)
-
-    def awaits_record(self, keys: Iterable[bytes], tenant: bytes) -> bool:
-        """Return whether an erasure that names one of these pages has no record yet."""
-        return bool(self.orders) and any(self.order_before(key, tenant) for key in keys)
+    @property
+    def reach(self) -> int:
+        """All records up to this one are applied, and those of this server's erasures that are not
+        written yet will be behind it."""
+        return min([self.learned, *(each.after for each in self.orders if not each.number)])
 
     # ---- Ends of stores and loads ----
 

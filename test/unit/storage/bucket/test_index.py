@@ -46,8 +46,9 @@ def test_a_sweep_takes_what_no_listing_showed() -> None:
     table.begin_listing()
     for number in (2, 3, 20):
         table.put(page(number), is_listed=number < 9)
-    assert table.sweep(table.keys()[:5], unseen=True) == 3
-    assert table.sweep(table.keys(), unseen=True) == 5
+    table.sweep(table.keys()[:5], unseen=True)
+    assert held(table, *range(30)) == [2, 3, *range(5, 10), 20]
+    table.sweep(table.keys(), unseen=True)
     assert held(table, *range(30)) == [2, 3, 20]
     table.check_integrity()
 
@@ -63,6 +64,7 @@ def test_an_erased_tenant_hides_and_goes_later() -> None:
     table.check_integrity()
     table.put(page(4))
     assert held(table, 2, 4) == [4], "what is stored since counts"
-    assert table.sweep(table.keys()) == table.num_dead == 0
+    table.sweep(table.keys())
+    assert table.num_dead == 0
     assert len(table._rows) == 11
     table.check_integrity()

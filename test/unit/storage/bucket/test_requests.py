@@ -140,7 +140,7 @@ def test_no_secret_is_in_anything_that_is_shown(
     environment.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     client = opened("s3://tier-test/prefix")
     found = failure(client.get, "v1/x", 1)
-    shown = repr(client) + repr(found) + str(found) + client.last_error + caplog.text
+    shown = repr(client) + repr(found) + str(found) + caplog.text
     assert KEY_ID not in shown
     assert SECRET not in shown
     assert "127.0.0.1" not in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,21 @@ def test_a_deadline_waits_for_a_running_copy(make_engine: Any, tmp_path: Path) -
     """And what came to its end meanwhile is not said to have arrived."""
     engine, run = make_engine(url=tmp_path.as_uri()), make_run(1, [4096])
     finished(engine.submit_store(run))
-    gate, target = Gate(engine, "read_cached"), blank(run)
+    deliver, target = engine._transfers._deliver, blank(run)
+    reached, opened = threading.Event(), threading.Event()
+
+    def waits(*arguments: Any) -> Reason:
+        reached.set()
+        assert opened.wait(TIMEOUT_S)
+        return deliver(*arguments)  # type: ignore[no-any-return]
+
+    engine._transfers._deliver = waits
     job = engine.submit_load(target, deadline_s=0.01)
-    assert gate.reached.wait(TIMEOUT_S)
+    assert reached.wait(TIMEOUT_S)
     (load,) = engine._state.open_loads
     eventually(lambda: not load.is_open, "its deadline passed")
     assert not job.done, "the buffers were given back under a copy"
-    gate.opened.set()
+    opened.set()
     assert finished(job) == [Reason.IO_ERROR]
     assert bytes(target.pages[0][0]) == bytes(run.pages[0][0])
 
