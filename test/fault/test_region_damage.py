@@ -99,7 +99,8 @@ FIRST_ONLY = ALL[:1] + NONE[1:]
 COSTS = {  # of a bit that flips there: in a region with a footer, and in one without
     **dict.fromkeys([0, 9, 40, 56, 2000, BLOCK_BYTES - 1], (NONE, NONE)),  # its header
     **dict.fromkeys([SECOND + 60, SECOND + 3000], (ALL, FIRST_ONLY)),  # an extent's, its padding
-    SECOND + BLOCK_BYTES + 5: ([ALL[0], [False, True], *ALL[2:]], FIRST_ONLY),  # a page
+    SECOND + BLOCK_BYTES + 5: ([ALL[0], [False, True], *ALL[2:]],) * 2,  # a page
+    SECOND + 2 * EXTENT + BLOCK_BYTES + 5: ([*ALL[:3], [False, True]], [*ALL[:3], NONE[0]]),
     **dict.fromkeys([REGION - 1, REGION - BLOCK_BYTES - 1], (ALL, ALL)),  # trailer, footer
 }
 

@@ -40,7 +40,6 @@ from sglang_tiered.storage.region.pins import PinRefusal
 REGION = 48 * 1024
 NUM_REGIONS = 4
 NAMESPACES = (b"\x11" * 32, b"\x22" * 32)
-CHECKPOINT = "CHECKPOINT"
 KEYS = [key(number) for number in range(24)]
 TENANTS = (NO_TENANT, b"a" * 16, b"b" * 16)
 SERVED = {Reason.OK, Reason.DUPLICATE}
@@ -101,7 +100,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.gone: dict[bytes, set[bytes]] = {}
         self.pins: dict[str, tuple[bytes, set[bytes], float | None]] = {}  # tenant, keys, until
         self.now = 1000.0
-        self.old_checkpoint = b""
         self.codecs = itertools.cycle(("zstd", "none"))  # of one start and the next
         self.engine = self.open()
 
@@ -325,23 +323,6 @@ class StoreMachine(RuleBasedStateMachine):
             flip(self.device, regions[which % len(regions)], bit)
             self.forget_certainty()
             self.harmed = self.open_region_harmed = True
-
-    @rule(new=st.sampled_from(["gone", "old", "cut", "noise"]), noise=st.binary(max_size=64))
-    def harm_checkpoint(self, new: str, noise: bytes) -> None:
-        """It only accelerates: whatever is done to it, everything is found."""
-        self.crash()
-        with contextlib.suppress(FileNotFoundError):
-            present = self.device.read_file(CHECKPOINT)
-            if new == "gone":
-                self.device.unlink(CHECKPOINT)
-            elif new == "old":
-                self.device.replace_file(CHECKPOINT, self.old_checkpoint)
-            elif new == "cut":
-                self.device.replace_file(CHECKPOINT, present[: len(present) // 2])
-            else:
-                self.device.replace_file(CHECKPOINT, noise + present[len(noise) :])
-            self.old_checkpoint = present
-        self.engine = self.open()
 
     @invariant()
     def purged_pages_stay_away(self) -> None:

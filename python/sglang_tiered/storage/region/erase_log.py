@@ -1,11 +1,11 @@
 """The erase log: which pages in the regions are dead, whatever the region files say.
 
 A region is never rewritten, so an erasure notes how far the log of pages reached: of that tenant,
-or under those keys, everything before is dead. Unlike the checkpoint the file ``ERASED`` is the
-truth: without it erased pages would come back. Each erasure appends a record, and is durable once
-that is synced. The head of the file says up to where that is so. A record before it that does not
-verify is damage, and then everything stored until it was found is dead. One behind it is a torn
-append, of which nobody was told.
+or under those keys, everything before is dead. The file ``ERASED`` is the truth: without it what
+was erased would come back. Each erasure appends a record, and is durable once that is synced. The
+head of the file says up to where that is so. A record before it that does not verify is damage, and
+then everything stored until it was found is dead. One behind it is a torn append, of which nobody
+was told.
 
 The file is written anew, in one step, where much of it says what later records say too. What is
 said of a page is dropped only once no region holds such a page.

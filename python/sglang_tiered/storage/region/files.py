@@ -12,7 +12,7 @@ import re
 from sglang_tiered.storage.region.format import parse_region_name
 
 __all__ = [
-    "CHECKPOINT_NAME",
+    "EARLIER_NAMES",
     "ERASED_NAME",
     "IGNORED_NAMES",
     "LEFTOVER_NAMES",
@@ -41,7 +41,6 @@ SHARD_PREFIX = "shard-"
 LOCK_NAME = "LOCK"  # of a shard too
 
 # Of a shard, beside its regions.
-CHECKPOINT_NAME = "CHECKPOINT"
 ERASED_NAME = "ERASED"
 PIN_PREFIX = "PIN-"  # one file for each pin
 PROBE_NAME = "PROBE"
@@ -51,11 +50,14 @@ PAGE_SIZES_NAME = "PAGE-SIZES"
 TEMPORARY_SUFFIX = ".tmp"
 
 NOTE_NAMES = (NAMESPACE_NAME, PAGE_SIZES_NAME)
+EARLIER_NAMES = frozenset({"CHECKPOINT", "CHECKPOINT.tmp"})
+"""Of files that the program wrote before: a start removes them."""
 LEFTOVER_NAMES = frozenset(
     {
         PROBE_NAME,
         LENDING_NAME,
-        *(n + TEMPORARY_SUFFIX for n in (CHECKPOINT_NAME, ERASED_NAME, *NOTE_NAMES)),
+        *(n + TEMPORARY_SUFFIX for n in (ERASED_NAME, *NOTE_NAMES)),
+        *EARLIER_NAMES,
     }
 )
 """Gone from a shard that is closed, unless the process that had it open died in it."""
@@ -66,7 +68,7 @@ _SHARD = re.compile(rf"{SHARD_PREFIX}[A-Za-z0-9._-]+")
 _PIN = re.compile(rf"{PIN_PREFIX}[0-9a-f]{{32}}")
 _TIER_NAMES = frozenset({MANIFEST_NAME, WEIGHTS_NAME, LOCK_NAME})
 _TIER_TEMPORARY = re.compile(rf"({MANIFEST_NAME}|{WEIGHTS_NAME})\.tmp-\d+")
-_SHARD_NAMES = LEFTOVER_NAMES | {LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, *NOTE_NAMES}
+_SHARD_NAMES = LEFTOVER_NAMES | {LOCK_NAME, ERASED_NAME, *NOTE_NAMES}
 
 
 def is_shard_name(name: str) -> bool:

@@ -138,5 +138,5 @@ class Barrier:
                 self._device.sync_directory()
         except OSError:
             for region in regions:
-                region.suspect = region.suspect or not region.durable_tail
+                region.suspect = region.suspect or not region.has_name
             raise

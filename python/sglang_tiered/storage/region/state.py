@@ -365,7 +365,6 @@ class StoreState:
                 self.bytes_stored += num_bytes
             self._settle(part, Reason.OK)
         region.num_writing -= 1
-        region.published_tail = write.end
         region.dirty = True
         if not self.any_dirty:
             self.any_dirty = True

@@ -1,7 +1,7 @@
 """What the syncer thread does: makes what is published durable, beside the stores.
 
 Durable means against loss of power; death of the process loses nothing that was written. Sealing,
-periodic syncs, barriers and checkpoints all happen here, so the writer never waits for a flush.
+periodic syncs and barriers all happen here, so the writer never waits for a flush.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.promises import keep
-from sglang_tiered.storage.region.files import CHECKPOINT_NAME
-from sglang_tiered.storage.region.format import CheckpointEntry, Contents, pack_checkpoint
+from sglang_tiered.storage.region.format import Contents
 from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.writer import write_footer
 
@@ -25,8 +24,6 @@ __all__ = ["SyncWorker"]
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINT_INTERVAL_S = 30.0
-
 
 class SyncWorker(StorePart):
     """Makes pages durable; its ``run`` is the syncer thread. ``interval_s`` bounds how long a
@@ -37,7 +34,6 @@ class SyncWorker(StorePart):
         super().__init__(common)
         self._barrier = barrier
         self._interval_s = interval_s
-        self._checkpoint_at = time.monotonic() + _CHECKPOINT_INTERVAL_S
         self._due: float | None = None  # when what is dirty must be synced
 
     def run(self) -> None:
@@ -54,7 +50,6 @@ class SyncWorker(StorePart):
             state.to_seal.clear()
             orders, state.syncs = state.syncs, []
             dirty = [region for region in state.regions if region.dirty] if due else []
-            tails = {region: region.published_tail for region in dirty if not region.suspect}
             state.any_dirty = state.any_dirty and not due
             state.syncing = True
             for region in dirty:
@@ -67,9 +62,13 @@ class SyncWorker(StorePart):
         try:
             for region in seals:
                 self._seal(region)
-            durable = self._sync_all(tails)
+            durable = self._sync_all([region for region in dirty if not region.suspect])
         except Exception:
-            self._fault("syncing")
+            logger.exception(
+                "%s: internal error while syncing; lookups miss for a while, and it is tried again",
+                self._directory,
+            )
+            self._health.fault("internal error while syncing")
             with state.lock:
                 for region in seals:
                     region.extents = []
@@ -79,24 +78,11 @@ class SyncWorker(StorePart):
             with state.lock:
                 region.syncing = False
             self.unpin(region)
-        try:
-            if due:
-                self._checkpoint(last=last)
-        except Exception:
-            self._fault("writing a checkpoint")
         with state.lock:
             state.syncing = False
         for order in orders:
             keep(order, durable)
         return not last
-
-    def _fault(self, what: str) -> None:
-        logger.exception(
-            "%s: internal error while %s; lookups miss for a while, and it is tried again",
-            self._directory,
-            what,
-        )
-        self._health.fault(f"internal error while {what}")
 
     def _wait(self) -> tuple[bool, bool]:
         """Wait for something to do; returns whether it is the last, and whether it is time to sync.
@@ -118,19 +104,19 @@ class SyncWorker(StorePart):
                 return False, False
             state.sync_ready.wait(None if self._due is None else self._due - now)
 
-    def _sync_all(self, tails: dict[Region, int]) -> bool:
+    def _sync_all(self, regions: list[Region]) -> bool:
         """Sync the regions and their names; true when all that is published is durable now."""
         state = self._state
         failure: OSError | None = None
         synced = []
-        for region in tails:
+        for region in regions:
             try:
                 self._barrier.sync(region)
                 synced.append(region)
             except OSError as error:
                 failure = error
         names_synced = True
-        if tails:
+        if regions:
             try:
                 self._barrier.sync_names(synced)
             except OSError as error:
@@ -138,7 +124,7 @@ class SyncWorker(StorePart):
         with state.lock:
             for region in synced:
                 if names_synced:
-                    region.durable_tail = max(region.durable_tail, tails[region])
+                    region.has_name = True
                 elif not region.suspect:
                     region.dirty = state.any_dirty = True
             any_suspect = any(r.suspect and state.index.num_live(r.slot) for r in state.regions)
@@ -151,7 +137,7 @@ class SyncWorker(StorePart):
                 self._directory,
                 failure,
             )
-        elif tails:
+        elif regions:
             self._log.settle("sync")
         return failure is None and not any_suspect
 
@@ -174,17 +160,3 @@ class SyncWorker(StorePart):
             region.extents = []
             region.dirty = self._state.any_dirty = True
             self._state.bytes_written += written
-
-    def _checkpoint(self, *, last: bool) -> None:
-        now = time.monotonic()
-        if not last and now < self._checkpoint_at:
-            return
-        self._checkpoint_at = now + _CHECKPOINT_INTERVAL_S
-        with self._state.lock:
-            data = pack_checkpoint(
-                CheckpointEntry(r.sequence, r.nonce, r.durable_tail) for r in self._state.regions
-            )
-        try:
-            self.replace(CHECKPOINT_NAME, data)
-        except OSError as error:
-            logger.debug("%s: no checkpoint (%s)", self._directory, error)

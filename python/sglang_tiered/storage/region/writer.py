@@ -264,7 +264,7 @@ class RegionWriter(StorePart):
         with state.lock:
             for write in writes:
                 state.publish(write)
-            region.durable_tail = max(region.durable_tail, region.published_tail)
+            region.has_name = True
         return bool(writes) and not is_full
 
     def append(self) -> None:
@@ -472,7 +472,6 @@ class RegionWriter(StorePart):
                 self._state.regions.reserve(-self._region_bytes)
             raise
         region = Region(sequence, fd, self._region_bytes, nonce, tail=BLOCK_BYTES)
-        region.published_tail = BLOCK_BYTES
         with self._state.lock:
             self._state.regions.add(region)
         try:

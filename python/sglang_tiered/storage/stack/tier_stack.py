@@ -341,7 +341,7 @@ class TierStack(TierEngine):
             self._closed = True
         if self._demoter is not None:
             self._demoter.close()
-        # Peers serve from NVMe, whose last checkpoint must not wait for a silent bucket.
+        # Peers serve from NVMe, whose last sync must not wait for a silent bucket.
         with ExitStack() as closing:  # the last one added first, whatever another raises
             closing.callback(self._loader.close)
             if self.bucket is not None:

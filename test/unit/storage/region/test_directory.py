@@ -21,7 +21,6 @@ from sglang_tiered.storage.region.directory import (
     shard_path,
 )
 from sglang_tiered.storage.region.files import (
-    CHECKPOINT_NAME,
     ERASED_NAME,
     LEFTOVER_NAMES,
     LOCK_NAME,
@@ -64,7 +63,7 @@ def fill_shard(path: Path) -> Path:
     """A shard with a file under every known name."""
     shard = shard_path(path, "tp0")
     shard.mkdir()
-    names = {LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, *NOTE_NAMES, *LEFTOVER_NAMES, region_name(7)}
+    names = {LOCK_NAME, ERASED_NAME, *NOTE_NAMES, *LEFTOVER_NAMES, region_name(7)}
     for name in names:
         (shard / name).write_bytes(b"x")
     return shard
