@@ -87,6 +87,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_KEYS_AT_ONCE = 4096  # erased under the lock
+
 DEFAULT_REGION_BYTES = 256 << 20
 DEFAULT_QUEUED_STORE_BYTES = 1 << 30
 MAX_PIN_SHARE = 0.5
@@ -420,7 +422,10 @@ class RegionEngine(TierEngine):
         """Erase as the contract says, under every namespace."""
         if what.is_empty:
             return ended(True)
-        return self._erase(what, [each.id for each in what.pieces] if what.id else (), ())
+        ids = [each.id for each in what.pieces] if what.id else ()
+        *others, last = what.split(_KEYS_AT_ONCE)
+        erased = [self._erase(part, (), ()) for part in others]
+        return all_true([*erased, self._erase(last, ids, ())])
 
     def erase_told(self, what: Erasure, erase: Callable[[Erasure], Future[bool]]) -> Future[bool]:
         """Have ``erase`` erase what another server told, but for the pieces of it that were erased

@@ -31,6 +31,7 @@ __all__ = [
     "is_shard_file",
     "is_shard_name",
     "is_tier_file",
+    "is_tier_temporary",
     "pin_name",
 ]
 
@@ -78,7 +79,12 @@ def is_shard_name(name: str) -> bool:
 
 def is_tier_file(name: str) -> bool:
     """Return whether a file of that name in a tier directory is the product's."""
-    return name in _TIER_NAMES or _TIER_TEMPORARY.fullmatch(name) is not None
+    return name in _TIER_NAMES or is_tier_temporary(name)
+
+
+def is_tier_temporary(name: str) -> bool:
+    """Return whether a process writes a file of a tier directory under that name."""
+    return _TIER_TEMPORARY.fullmatch(name) is not None
 
 
 def is_shard_file(name: str) -> bool:

@@ -55,6 +55,7 @@ class StoreWorker(StorePart):
         self._reclaimer = reclaimer
         self._erase_log = erase_log
         self._pin_files = PinFiles(common, reclaimer)
+        self._head: StoreTicket | None = None  # that is being placed
         self._out_of_space = False  # nothing can be placed until what is written is settled
 
     def run(self) -> None:
@@ -71,17 +72,23 @@ class StoreWorker(StorePart):
             self._state.io_ready.notify_all()
 
     def _step(self) -> bool:
-        """Do one thing; false when there is nothing left to do."""
+        """Do one thing; false when there is nothing left to do. Where it fails the store goes that
+        it was about, or it would fail for ever."""
+        state, self._head = self._state, None
         try:
             self._erase_log.sweep()  # a little at a time, as stores wait
             return self._serve()
         except OSError as error:
-            self._drop_first(self._failed(error))
+            reason = self._failed(error)
         except Exception:
             logger.exception(
                 "%s: internal error while storing pages; they are dropped", self._directory
             )
-            self._drop_first(Reason.IO_ERROR)
+            reason = Reason.IO_ERROR
+        with state.lock:
+            if self._head is not None and state.next_store is self._head:
+                state.stores.popleft()
+                state.drop_rest(self._head, reason)
         return True
 
     def _serve(self) -> bool:
@@ -153,7 +160,7 @@ class StoreWorker(StorePart):
         state = self._state
         is_ours = self.is_ours()
         with state.lock:
-            head = state.next_store
+            head = self._head = state.next_store
             if head is None:
                 return
             reason = None
@@ -271,14 +278,6 @@ class StoreWorker(StorePart):
             error,
         )
         return Reason.IO_ERROR
-
-    def _drop_first(self, reason: Reason) -> None:
-        state = self._state
-        with state.lock:
-            head = state.next_store
-            if head is not None:
-                state.stores.popleft()
-                state.drop_rest(head, reason)
 
     def _erase(self) -> None:
         """Serve all erasures that wait together, with nothing under way: the log's end is where

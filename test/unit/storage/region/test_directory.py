@@ -50,6 +50,13 @@ def test_inspecting_touches_nothing(tmp_path: Path) -> None:
     assert digest(path) == {}
 
 
+def test_a_start_that_died_leaves_no_file(store: Path) -> None:
+    (store / f"{MANIFEST_NAME}.tmp-77").touch()
+    (store / "WEIGHTS.tmp-77").touch()
+    assert prepare(store) is DirectoryState.OURS
+    assert [file.name for file in store.iterdir()] == [MANIFEST_NAME]
+
+
 def test_absent_then_ours(store: Path) -> None:
     assert inspect(store) is DirectoryState.OURS
     assert prepare(store) is DirectoryState.OURS
