@@ -33,7 +33,7 @@ from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.device import Device, FileDevice
+from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, parse_region_name
 from sglang_tiered.storage.region.pins import PinRefusal
 
@@ -68,7 +68,7 @@ def content(namespace: bytes, key: bytes) -> bytes:
     return bytes(data)
 
 
-def flip(device: Device, name: str, bit: int) -> None:
+def flip(device: FileDevice, name: str, bit: int) -> None:
     """Damage one bit of one block, behind the engine's back."""
     fd = device.open(name)
     block = memoryview(bytearray(BLOCK_BYTES))

@@ -11,13 +11,13 @@ from unittest import mock
 
 from kit.runs import NAMESPACE
 from sglang_tiered.storage.region import RegionEngine, pending, recovery, view, writer
-from sglang_tiered.storage.region.device import Device
+from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 REGION = 64 * 1024
 
 
-def open_engine(directory: Path, device: Device | None, **changes: Any) -> RegionEngine:
+def open_engine(directory: Path, device: FileDevice | None, **changes: Any) -> RegionEngine:
     """Few threads, small regions, room for everything, and no barrier but those of the test."""
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
@@ -46,7 +46,7 @@ def small_steps() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running(directory: Path, device: Device | None, **changes: Any) -> Iterator[RegionEngine]:
+def running(directory: Path, device: FileDevice | None, **changes: Any) -> Iterator[RegionEngine]:
     """An engine that takes small steps, for as long as the block takes; every thread it started
     must be gone then."""
     before = set(threading.enumerate())

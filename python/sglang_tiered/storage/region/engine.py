@@ -74,7 +74,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.encoding import PageEncoding
-    from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.reader import OwnersMemory
     from sglang_tiered.storage.region.recovery import RecoveryReport
 
@@ -133,7 +132,7 @@ class RegionEngine(TierEngine):
         max_tenant_bytes: int | None = None,
         pin_share: float = MAX_PIN_SHARE,
         encoding: PageEncoding | None = None,
-        device: Device | None = None,
+        device: FileDevice | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -186,7 +185,9 @@ class RegionEngine(TierEngine):
         workers.start("tier-syncer", SyncWorker(common, barrier, sync_interval_s).run)
         workers.start("tier-io", IoWorker(common, reader, num_threads).run, num_threads)
 
-    def _open(self, device: Device | None, region_bytes: int, num_threads: int) -> RecoveryReport:
+    def _open(
+        self, device: FileDevice | None, region_bytes: int, num_threads: int
+    ) -> RecoveryReport:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:

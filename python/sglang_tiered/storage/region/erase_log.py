@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sglang_tiered.storage.base import Erasure
-    from sglang_tiered.storage.region.device import Device, Files
+    from sglang_tiered.storage.region.device import FileDevice, FileReader
     from sglang_tiered.storage.region.format import Contents
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import EraseOrder
@@ -385,7 +385,7 @@ def _is_sane(erased: Erased) -> bool:
     )
 
 
-def read(device: Files) -> Erased:
+def read(device: FileReader) -> Erased:
     """Return what the file says. One that is damaged erases everything there is, and says so.
     Raises ``OSError`` for one that cannot be read and for conditions of this process, and
     ``StoreFormatError`` for one of a newer version."""
@@ -403,7 +403,7 @@ def read(device: Files) -> Erased:
     return unpack(data) or Erased(everyone=_EVERYWHERE, damaged=True)
 
 
-def drop_gone(device: Device, erased: Erased) -> None:
+def drop_gone(device: FileDevice, erased: Erased) -> None:
     """Drop what is said of regions whose files are gone, and notes that are of no use any more,
     but not from the file."""
     erased.drop_expired(time.time())
@@ -412,7 +412,7 @@ def drop_gone(device: Device, erased: Erased) -> None:
     erased.drop_before(first)
 
 
-def rewrite(device: Device, erased: Erased) -> int:
+def rewrite(device: FileDevice, erased: Erased) -> int:
     """Replace the file by one that says what must be said; returns its size. Raises ``OSError``:
     what was durable before is then."""
     drop_gone(device, erased)

@@ -17,7 +17,7 @@ from sglang_tiered.storage.base import Health
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.device import FileDevice
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = ["Barrier", "HealthMonitor"]
@@ -111,7 +111,7 @@ class Barrier:
     """Syncs for every thread of a store. After a failed sync the next one succeeds, and what the
     first lost stays lost: its region is ``suspect`` from then on, and is never durable again."""
 
-    def __init__(self, device: Device, health: HealthMonitor) -> None:
+    def __init__(self, device: FileDevice, health: HealthMonitor) -> None:
         self._device = device
         self._health = health
         # The system tells a failure to one of two that sync a file at once.

@@ -25,7 +25,7 @@ from sglang_tiered.storage.region.walk import NOT_A_FILE_ERRNOS, UNREADABLE_ERRN
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from sglang_tiered.storage.region.device import Files
+    from sglang_tiered.storage.region.device import FileReader
 
 __all__ = [
     "MAX_DATA_BYTES",
@@ -136,7 +136,7 @@ class FoundPins(NamedTuple):
     unread: list[str]  # that cannot be read: left alone
 
 
-def read_all(device: Files, names: Iterable[str]) -> FoundPins:
+def read_all(device: FileReader, names: Iterable[str]) -> FoundPins:
     """Read the pins among files of these names. Raises ``OSError`` for conditions of this
     process."""
     found = FoundPins([], [], [], [], [])

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.device import FileDevice
     from sglang_tiered.storage.region.index import PageIndex
     from sglang_tiered.storage.region.pins import FoundPins, Pin
     from sglang_tiered.storage.region.regions import RegionTable
@@ -105,7 +105,7 @@ class _FoundRegion:
 
 
 def recover(
-    device: Device,
+    device: FileDevice,
     namespace: bytes,
     capacity_bytes: int,
     regions: RegionTable,
@@ -129,7 +129,7 @@ def recover(
 
 @dataclass(slots=True)
 class _Recovery:
-    device: Device
+    device: FileDevice
     namespace: bytes
     capacity_bytes: int
     max_page_bytes: int
@@ -398,12 +398,12 @@ def _distinct(tenants: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[
     return names, inverse
 
 
-def _close(device: Device, region: Region) -> None:
+def _close(device: FileDevice, region: Region) -> None:
     with contextlib.suppress(OSError):
         device.close(region.fd)
 
 
-def _unlink(device: Device, name: str) -> None:
+def _unlink(device: FileDevice, name: str) -> None:
     """Remove a file. One that cannot be removed is skipped: its number is not used again."""
     try:
         device.unlink(name)

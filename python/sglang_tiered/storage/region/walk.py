@@ -35,7 +35,7 @@ from sglang_tiered.storage.region.format import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from sglang_tiered.storage.region.device import Device, Files
+    from sglang_tiered.storage.region.device import FileDevice, FileReader
     from sglang_tiered.storage.region.format import RegionHeader, Trailer
     from sglang_tiered.storage.region.regions import Region
 
@@ -74,7 +74,7 @@ def persist(read: Callable[[], _T]) -> _T:
     return read()
 
 
-def read_run(device: Files, fd: int, buffer: memoryview, offset: int) -> bool:
+def read_run(device: FileReader, fd: int, buffer: memoryview, offset: int) -> bool:
     """Fill the buffer; false where the file ends before. Raises ``OSError`` for what cannot be
     read, however often it is tried."""
     return persist(lambda: device.readv(fd, [buffer], offset)) == buffer.nbytes
@@ -98,7 +98,7 @@ class RegionScan:
 
     def __init__(
         self,
-        device: Files,
+        device: FileReader,
         fd: int,
         nbytes: int,
         nonce: bytes = b"",
@@ -349,7 +349,7 @@ def _bad_pages(
             yield index
 
 
-def all_contents(device: Device, region: Region, extents: Sequence[Extent]) -> Contents | None:
+def all_contents(device: FileDevice, region: Region, extents: Sequence[Extent]) -> Contents | None:
     """Return all that a start may find in a region, ``extents`` while it has no footer. None where
     more may be there than is known: what could not be read, or a write that failed half-way."""
     if region.kept:

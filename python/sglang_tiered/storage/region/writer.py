@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.encoding import PageEncoding
-    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.device import FileDevice
     from sglang_tiered.storage.region.health import Barrier
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import StoreTicket
@@ -140,7 +140,7 @@ def _in_blocks(encoded: list[Page], pages: list[Page]) -> Stored:
     return found
 
 
-def write_footer(device: Device, region: Region, contents: Contents) -> int:
+def write_footer(device: FileDevice, region: Region, contents: Contents) -> int:
     """Write footer and trailer; returns the bytes written. Raises ``OSError`` when the device
     refuses; the region is readable all the same, and recovery walks it instead."""
     footer = pack_footer(contents, region.nonce)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sglang_tiered.storage.region.device import Files
     from sglang_tiered.storage.region.format import RegionHeader
     from sglang_tiered.tools.store.target import Shard, StoreTarget
 
@@ -44,7 +43,7 @@ class ScannedRegion(RegionScan):
     """What one region file says of itself. ``gone``: it was unlinked before it was read, or
     meanwhile."""
 
-    def __init__(self, device: Files, name: str, advance: Callable[[int], None]) -> None:
+    def __init__(self, device: FileReader, name: str, advance: Callable[[int], None]) -> None:
         super().__init__(device, -1, 0, advance=advance)
         sequence = parse_region_name(name)
         assert sequence is not None, f"{name!r} does not name a region"
