@@ -1,8 +1,8 @@
 """``RegionEngine``: the tier engine over a log of region files.
 
 Threads: one writer places stores in the log, ``num_threads`` others hash them and put them on the
-device and serve loads, which come first, and one syncer makes stores durable. With a codec a few
-more encode, while the writer waits. What they share, and its one lock, is in ``state``.
+device and serve loads, which come first, and one syncer makes stores durable. With a codec those
+encode too. What they share, and its one lock, is in ``state``.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ class StoreState:
         self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
         self.writing_bytes = 0  # payload of ``writes``
         self.pieces: deque[Piece] = deque()  # of extents, in the order of the log
+        self.encodings: deque[Callable[[], None]] = deque()  # of the extent being placed
         self.num_writes = 0  # that the device is at
         self.loads: deque[LoadSpan] = deque()
         self.let_go: deque[Region] = deque()  # of loads that were shed: readers unpin them

@@ -360,8 +360,9 @@ class PinFiles(StorePart):
 
 
 class IoWorker(StorePart):
-    """Carries out loads, and hashes and writes pieces of extents: each of ``num_threads`` threads
-    runs ``run`` of the same worker. Loads come first, and one thread is left to them."""
+    """Carries out loads, encodes pages, and hashes and writes pieces of extents: each of
+    ``num_threads`` threads runs ``run`` of the same worker. Loads come first, and one thread is
+    left to them."""
 
     def __init__(self, common: Common, reader: RegionReader, num_threads: int) -> None:
         super().__init__(common)
@@ -388,14 +389,18 @@ class IoWorker(StorePart):
             return functools.partial(self.unpin, state.let_go.popleft())
         if state.loads:
             return functools.partial(self._reader.load, state.loads.popleft())
-        if state.pieces and self._num_writing < self._max_writing:
+        if self._num_writing < self._max_writing and (state.encodings or state.pieces):
             self._num_writing += 1
-            return functools.partial(self._write, state.pieces.popleft())
+            if state.encodings:
+                return functools.partial(self._store, state.encodings.popleft())
+            return functools.partial(
+                self._store, functools.partial(self._write_piece, state.pieces.popleft())
+            )
         return None
 
-    def _write(self, piece: Piece) -> None:
+    def _store(self, work: Callable[[], None]) -> None:
         try:
-            self._write_piece(piece)
+            work()
         finally:
             with self._state.lock:
                 self._num_writing -= 1

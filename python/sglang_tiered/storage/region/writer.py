@@ -15,8 +15,7 @@ import math
 import os
 import time
 from collections import deque
-from concurrent.futures import Future, wait
-from queue import SimpleQueue
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +23,6 @@ import numpy as np
 from sglang_tiered.codecs.encoded import spread
 from sglang_tiered.storage.base import NO_TENANT, Reason
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
-from sglang_tiered.storage.jobs import Workers
 from sglang_tiered.storage.region.device import aligned_buffer, write_fully
 from sglang_tiered.storage.region.erase_log import Bound
 from sglang_tiered.storage.region.format import (
@@ -50,7 +48,7 @@ from sglang_tiered.storage.region.reclaim import MAX_SAVED_BYTES
 from sglang_tiered.storage.region.regions import Capacity, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.encoding import PageEncoding
@@ -61,65 +59,21 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.reclaim import Reclaimer
 
     Stored = list[tuple[Page, int]]
-    Share = tuple[Callable[[], Stored], Future[Stored]]
 
-__all__ = ["Encoders", "RegionWriter", "write_footer"]
+__all__ = ["RegionWriter", "write_footer"]
 
-_NUM_THREADS = 4  # an extent has as many pages of 8 MiB
-_JOIN_TIMEOUT_S = 10.0  # of threads that have nothing to do
-
-
+_NUM_SHARES = 4  # of an extent to encode: it has as many pages of 8 MiB
 _MAX_WRITE_FAILURES = 3
 
 
-class Encoders:
-    """The threads that encode the pages of an extent, into memory that direct I/O takes. They
-    encode for one thread, which waits.
-
-    Threads of the store, not a pool of ``concurrent.futures``: that takes nothing once the
-    interpreter ends, and a server that closes its store at exit still stores what is queued.
-    """
-
-    def __init__(self, encoding: PageEncoding) -> None:
-        self._encoding = encoding
-        self._shares: SimpleQueue[Share | None] = SimpleQueue()
-        self._workers = Workers()
-        self._workers.start("tier-encoder", self._run, _NUM_THREADS)
-
-    def encode(self, pages: list[Page], *, is_full: bool) -> Stored:
-        """Return what to store of pages, and of how many bytes. Where that fails it is the pages as
-        they came, for which there is always memory."""
-
-        def encoded(some: list[Page]) -> Stored:
-            try:
-                stored = [self._encoding.encode(page, is_full=is_full) for page in some]
-                return _in_blocks(stored, some)
-            except Exception as error:
-                self._encoding.tell(error)
-                return [(page, page_bytes(page)) for page in some]
-
-        size = max(1, -(-len(pages) // _NUM_THREADS))
-        under_way: list[Future[Stored]] = []
-        for start in range(0, len(pages), size):
-            under_way.append(Future())
-            work = functools.partial(encoded, pages[start : start + size])
-            self._shares.put((work, under_way[-1]))
-        wait(under_way)
-        return list(itertools.chain.from_iterable(each.result() for each in under_way))
-
-    def close(self) -> None:
-        for _ in range(_NUM_THREADS):
-            self._shares.put(None)
-        self._workers.join(_JOIN_TIMEOUT_S)
-
-    def _run(self) -> None:
-        while (share := self._shares.get()) is not None:
-            work, future = share
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-            del share, work, future  # the pages are the caller's memory
+def _encode(encoding: PageEncoding, pages: list[Page], *, is_full: bool) -> Stored:
+    """Return what to store of pages, and of how many bytes. Where that fails it is the pages as
+    they came, for which there is always memory."""
+    try:
+        return _in_blocks([encoding.encode(page, is_full=is_full) for page in pages], pages)
+    except Exception as error:
+        encoding.tell(error)
+        return [(page, page_bytes(page)) for page in pages]
 
 
 def _in_blocks(encoded: list[Page], pages: list[Page]) -> Stored:
@@ -168,10 +122,6 @@ class RegionWriter(StorePart):
         self._region_bytes = region_bytes
         self._next_sequence = next_sequence
         self._capacity = capacity
-        encoding = self._state.encoding
-        if encoding is not None and not encoding.encodes:
-            encoding = None
-        self._encoders = None if encoding is None else Encoders(encoding)
         self._region: Region | None = None
         self._num_pages = 0  # in the open region
         self._num_failures = 0  # writes in a row at the open region's tail
@@ -353,10 +303,11 @@ class RegionWriter(StorePart):
         pages = [ticket.page(index) for ticket, index in places]
         lengths = [ticket.length(index) for ticket, index in places]
         memory_bytes = sum(lengths)
-        if self._encoders is not None:
+        encoding = self._state.encoding
+        if encoding is not None and encoding.encodes:
             # Saved pages are as they were stored.
             rows = [row for row, (ticket, _) in enumerate(places) if not ticket.reinserted]
-            encoded = self._encoders.encode([pages[row] for row in rows], is_full=self._is_full)
+            encoded = self._encoded(encoding, [pages[row] for row in rows])
             for row, (page, length) in zip(rows, encoded, strict=True):
                 pages[row], lengths[row] = page, length
         keys = [ticket.key(index) for ticket, index in places]
@@ -364,6 +315,30 @@ class RegionWriter(StorePart):
         first = parts[0].ticket
         extent = Extent(region.tail, first.namespace, table, first.tenant)
         return ExtentWrite(region, extent, len(region.extents), parts, pages, memory_bytes)
+
+    def _encoded(self, encoding: PageEncoding, pages: list[Page]) -> Stored:
+        """Return what to store of pages, and of how many bytes. Threads that write help where they
+        are free: those of a device that hangs are not."""
+        state, is_full = self._state, self._is_full
+        size = max(1, -(-len(pages) // _NUM_SHARES))
+        shares = [pages[start : start + size] for start in range(0, len(pages), size)]
+        ends: list[Future[Stored]] = [Future() for _ in shares]
+
+        def encode(number: int) -> None:
+            try:
+                ends[number].set_result(_encode(encoding, shares[number], is_full=is_full))
+            except BaseException as error:
+                ends[number].set_exception(error)
+
+        with state.lock:
+            state.encodings.extend(functools.partial(encode, number) for number in range(len(ends)))
+            state.io_ready.notify(len(ends))
+        while True:
+            with state.lock:
+                work = state.encodings.popleft() if state.encodings else None
+            if work is None:
+                return list(itertools.chain.from_iterable(each.result() for each in ends))
+            work()
 
     def rewind(self, writes: Sequence[ExtentWrite], reason: Reason) -> None:
         """Forget extents of one region that nothing is under way of, the first of which could not
@@ -430,8 +405,6 @@ class RegionWriter(StorePart):
 
     def finish(self) -> None:
         """Seal the open region before closing; one without extents is removed."""
-        if self._encoders is not None:
-            self._encoders.close()
         region = self._region
         if region is not None and not region.extents:
             self.abandon()
