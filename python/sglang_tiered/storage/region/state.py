@@ -89,7 +89,6 @@ class StoreState:
         self.num_writes = 0  # that the device is at
         self.loads: deque[LoadSpan] = deque()
         self.let_go: deque[Region] = deque()  # of loads that were shed: readers unpin them
-        self.to_seal: deque[Region] = deque()
         self.syncs: list[Future[bool]] = []  # of callers that wait for all to be durable
         self.syncing = False  # the syncer is at work and pins regions
         self.any_dirty = False  # some region has been published to since the last sync
@@ -366,6 +365,10 @@ class StoreState:
                 self.bytes_stored += num_bytes
             self._settle(part, Reason.OK)
         region.num_writing -= 1
+        self.note_dirty(region)
+
+    def note_dirty(self, region: Region) -> None:
+        """Have a region synced that was written to."""
         region.dirty = True
         if not self.any_dirty:
             self.any_dirty = True
@@ -502,7 +505,7 @@ class StoreState:
         queued = self.stores or self.erase_orders or self.writes
         idle = self.jobs.num_inflight == 0 and not queued
         self.index.check_integrity({region.slot: region.nbytes for region in self.regions})
-        being_let_go = self.to_seal or self.syncing or self.let_go or self.regions.retiring_bytes
+        being_let_go = self.syncing or self.let_go or self.regions.retiring_bytes
         self.regions.check_integrity(idle=idle and not being_let_go)
         if idle:
             assert not self.pending, f"{len(self.pending)} keys pending while idle"

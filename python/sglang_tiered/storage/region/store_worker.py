@@ -238,7 +238,7 @@ class StoreWorker(StorePart):
             return
         with state.lock:
             state.publish(write)
-            self._writer.settled(write)
+        self._writer.settled(write)
         self._health.stores.succeed()
         self._log.settle("store")
         self._log.settle("space")

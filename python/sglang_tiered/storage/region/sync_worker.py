@@ -1,7 +1,7 @@
 """What the syncer thread does: makes what is published durable, beside the stores.
 
-Durable means against loss of power; death of the process loses nothing that was written. Sealing,
-periodic syncs and barriers all happen here, so the writer never waits for a flush.
+Durable means against loss of power; death of the process loses nothing that was written. Periodic
+syncs and barriers happen here, so the writer never waits for a flush.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.promises import keep
-from sglang_tiered.storage.region.format import Contents
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.writer import write_footer
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.region.health import Barrier
@@ -34,7 +32,6 @@ class SyncWorker(StorePart):
         super().__init__(common)
         self._barrier = barrier
         self._interval_s = interval_s
-        self._due: float | None = None  # when what is dirty must be synced
 
     def run(self) -> None:
         """Sync until the store is closed and all that was written is sealed."""
@@ -45,23 +42,17 @@ class SyncWorker(StorePart):
         """Wait for work and do it; false when it was the last."""
         state = self._state
         with state.lock:
-            last, due = self._wait()
-            seals = [region for region in state.to_seal if not region.retired]
-            state.to_seal.clear()
+            last = self._wait()
             orders, state.syncs = state.syncs, []
-            dirty = [region for region in state.regions if region.dirty] if due else []
-            state.any_dirty = state.any_dirty and not due
+            dirty = [region for region in state.regions if region.dirty]
+            state.any_dirty = False
             state.syncing = True
             for region in dirty:
                 region.dirty = False
-            busy = set(seals) | set(dirty)
-            for region in busy:
                 region.syncing = True
                 state.regions.pin(region)
         durable = False
         try:
-            for region in seals:
-                self._seal(region)
             durable = self._sync_all([region for region in dirty if not region.suspect])
         except Exception:
             logger.exception(
@@ -70,11 +61,9 @@ class SyncWorker(StorePart):
             )
             self._health.fault("internal error while syncing")
             with state.lock:
-                for region in seals:
-                    region.extents = []
-                for region in busy:  # next time
+                for region in dirty:  # next time
                     region.dirty = state.any_dirty = True
-        for region in busy:
+        for region in dirty:
             with state.lock:
                 region.syncing = False
             self.unpin(region)
@@ -84,25 +73,21 @@ class SyncWorker(StorePart):
             keep(order, durable)
         return not last
 
-    def _wait(self) -> tuple[bool, bool]:
-        """Wait for something to do; returns whether it is the last, and whether it is time to sync.
-        Footers alone are written as they come: a flush for each would hold the writes up. The
-        caller holds the lock."""
+    def _wait(self) -> bool:
+        """Wait until it is time to sync; returns whether it is the last time. The caller holds the
+        lock."""
         state = self._state
-        while True:
-            if state.written_all:
-                return True, True
+        due: float | None = None
+        while not state.written_all and not state.syncs:
             now = time.monotonic()
             if not state.any_dirty:
-                self._due = None
-            elif self._due is None:
-                self._due = now + self._interval_s
-            if state.syncs or (self._due is not None and now >= self._due):
-                self._due = None
-                return False, True
-            if state.to_seal:
-                return False, False
-            state.sync_ready.wait(None if self._due is None else self._due - now)
+                due = None
+            elif due is None:
+                due = now + self._interval_s
+            elif now >= due:
+                break
+            state.sync_ready.wait(None if due is None else due - now)
+        return state.written_all
 
     def _sync_all(self, regions: list[Region]) -> bool:
         """Sync the regions and their names; true when all that is published is durable now."""
@@ -140,23 +125,3 @@ class SyncWorker(StorePart):
         elif regions:
             self._log.settle("sync")
         return failure is None and not any_suspect
-
-    def _seal(self, region: Region) -> None:
-        """Write the footer, unless what it would list may be lost. Without one the region is
-        served all the same, and the next recovery walks it."""
-        contents = Contents.of(region.extents)
-        written = 0
-        try:
-            if not region.suspect:
-                with self._health.watch():
-                    written = write_footer(self._device, region, contents)
-        except OSError as error:
-            logger.warning(
-                "%s could not be sealed (%s); the next start walks it",
-                self._directory / region.name,
-                error,
-            )
-        with self._state.lock:
-            region.extents = []
-            region.dirty = self._state.any_dirty = True
-            self._state.bytes_written += written

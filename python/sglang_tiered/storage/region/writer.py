@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
+import logging
 import math
 import os
 import time
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
     Stored = list[tuple[Page, int]]
 
 __all__ = ["RegionWriter", "write_footer"]
+
+logger = logging.getLogger(__name__)
 
 _NUM_SHARES = 4  # of an extent to encode: it has as many pages of 8 MiB
 _MAX_WRITE_FAILURES = 3
@@ -358,8 +361,7 @@ class RegionWriter(StorePart):
                     self._state.regions.charge(region, extent.tenant, -extent.payload_bytes)
             region.extents = [e for e in region.extents if e.offset < tail]
             region.tail = tail
-            if region.sealed:
-                self._hand_over(region)
+        self.seal(region)
         if region is self._region:
             self._num_pages = sum(len(extent.pages) for extent in region.extents)
             self._num_failures += 1
@@ -376,24 +378,39 @@ class RegionWriter(StorePart):
         return Bound(region.sequence, region.tail)
 
     def settled(self, write: ExtentWrite) -> None:
-        """Note that an extent is in the log. The caller holds the lock."""
+        """Note that an extent is in the log."""
         self._num_failures = 0
-        if write.region.sealed:
-            self._hand_over(write.region)
+        self.seal(write.region)
 
     def roll(self) -> None:
         """Stop appending to the open region; it is sealed once all its extents are written."""
         region, self._region = self._region, None
         if region is not None:
-            with self._state.lock:
-                region.sealed = True
-                self._hand_over(region)
+            region.sealed = True
+            self.seal(region)
 
-    def _hand_over(self, region: Region) -> None:
-        """Hand the region to the syncer, which seals it. The caller holds the lock."""
-        if region.num_writing == 0 and region.extents and not region.retired:
-            self._state.to_seal.append(region)
-            self._state.sync_ready.notify()
+    def seal(self, region: Region) -> None:
+        """Write the footer of a region that takes no more, once all its extents are written, unless
+        what it would list may be lost. Without one the region is served all the same, and the next
+        start walks it."""
+        if not region.sealed or region.num_writing or not region.extents or region.retired:
+            return
+        with self._state.lock:
+            extents, region.extents = region.extents, []
+        written = 0
+        try:
+            if not region.suspect:
+                with self._health.watch():
+                    written = write_footer(self._device, region, Contents.of(extents))
+        except OSError as error:
+            logger.warning(
+                "%s could not be sealed (%s); the next start walks it",
+                self._directory / region.name,
+                error,
+            )
+        with self._state.lock:
+            self._state.bytes_written += written
+            self._state.note_dirty(region)
 
     def abandon(self) -> None:
         """Stop appending to the open region, without a footer: its file is about to go."""

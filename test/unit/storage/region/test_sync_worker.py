@@ -12,7 +12,7 @@ from kit.faulty import fail_once
 from kit.runs import make_run
 from kit.tiers import open_region, store
 from sglang_tiered.storage.base import Health
-from sglang_tiered.storage.region import RegionEngine, sync_worker
+from sglang_tiered.storage.region import RegionEngine, writer
 from sglang_tiered.storage.region.device import FileDevice
 
 TIMEOUT_S = 10.0
@@ -55,7 +55,7 @@ def test_an_internal_error_refuses_only_one_barrier(
 def test_no_internal_error_costs_later_barriers(
     engine: RegionEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_once(monkeypatch, sync_worker, "write_footer")
+    fail_once(monkeypatch, writer, "write_footer")
     first = make_run(1, [4096] * 10)
     store(engine, first)
     job = engine.submit_store(make_run(2, [4096] * 10))  # the first region is full
