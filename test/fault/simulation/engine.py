@@ -33,7 +33,7 @@ def open_engine(directory: Path, device: FileDevice | None, **changes: Any) -> R
 
 @contextlib.contextmanager
 def small_steps() -> Iterator[None]:
-    """Extents of a few pages are hashed and written in several pieces, side by side; pinned pages
+    """Extents of a few pages are written in several pieces, their header last; pinned pages
     move tenant by tenant; a start indexes few pages at once, and fingerprints are read in
     pieces."""
     with (

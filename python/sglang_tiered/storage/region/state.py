@@ -22,7 +22,6 @@ from sglang_tiered.storage.region.pending import (
     ExtentWrite,
     LoadSpan,
     LoadTicket,
-    Piece,
     PinOrder,
     StoreTicket,
     Wanted,
@@ -84,7 +83,7 @@ class StoreState:
         self.placing: list[Part] = []  # taken off the queue, not yet an extent of ``writes``
         self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
         self.writing_bytes = 0  # payload of ``writes``
-        self.pieces: deque[Piece] = deque()  # of extents, in the order of the log
+        self.to_write: deque[ExtentWrite] = deque()  # those that no thread has begun
         self.encodings: deque[Callable[[], None]] = deque()  # of the extent being placed
         self.num_writes = 0  # that the device is at
         self.loads: deque[LoadSpan] = deque()
@@ -300,17 +299,16 @@ class StoreState:
         self.queue_write(write)
 
     def queue_write(self, write: ExtentWrite) -> None:
-        """Hand an extent's pieces to the threads that write, for the first time or once more."""
-        write.num_left = len(write.pieces)
+        """Hand an extent to the threads that write, for the first time or once more."""
         write.done = False
         write.error = None
         write.num_tries += 1
-        self.pieces.extend(write.pieces)
-        self.io_ready.notify(len(write.pieces))
+        self.to_write.append(write)
+        self.io_ready.notify()
 
     def finish_write(self, write: ExtentWrite, error: OSError | None) -> None:
         """Note that nothing of the extent is under way; the writer thread settles it."""
-        write.error = write.error or error
+        write.error = error
         write.done = True
         self.store_ready.notify()
 
@@ -322,7 +320,6 @@ class StoreState:
         """Count an extent as under way no longer."""
         self.writes.remove(write)
         self.writing_bytes -= write.payload_bytes
-        write.pieces = []  # which name it: without them it leaves with the last that holds it
 
     def publish(self, write: ExtentWrite) -> None:
         """Make the pages of a written extent visible and settle their stores."""
@@ -481,21 +478,14 @@ class StoreState:
         self.io_ready.notify_all()
 
     def _shed_unbegun_writes(self, reason: Reason) -> None:
-        """Let go of placed extents of which nothing was handed to the device yet. The writer finds
-        them failed, and rewinds the log."""
-        for write in reversed(self.writes):
-            if not self._waits(write):
-                return
-            self.pieces = deque(piece for piece in self.pieces if piece.write is not write)
-            write.pieces, write.pages = [], []
+        """Let go of placed extents of which nothing was handed to the device yet, the last of the
+        log. The writer finds them failed, and rewinds it."""
+        for write in self.to_write:
             self.fail_parts(write.parts, reason)
-            write.parts = []
+            write.parts, write.pages = [], []
             cause = "not written, as the device fails or hangs"
             self.finish_write(write, OSError(errno.ECANCELED, cause))
-
-    def _waits(self, write: ExtentWrite) -> bool:
-        """Return whether no thread is at work on an extent, and nothing of it has been written."""
-        return sum(piece.write is write for piece in self.pieces) == len(write.pieces) > 0
+        self.to_write.clear()
 
     def check_integrity(self) -> None:
         bound = self.pins.bound_bytes
@@ -510,5 +500,5 @@ class StoreState:
         if idle:
             assert not self.pending, f"{len(self.pending)} keys pending while idle"
             assert not self.loads, f"{len(self.loads)} spans queued while idle"
-            assert not self.pieces, f"{len(self.pieces)} pieces queued while idle"
+            assert not self.to_write, f"{len(self.to_write)} extents queued while idle"
             assert self.queued_store_bytes == 0, f"{self.queued_store_bytes} bytes queued, idle"

@@ -16,7 +16,7 @@ from sglang_tiered.storage.promises import keep
 from sglang_tiered.storage.region.device import write_fully
 from sglang_tiered.storage.region.format import padded
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.pending import hashed_writes, is_one_write, packed_header
+from sglang_tiered.storage.region.pending import hashed_writes
 from sglang_tiered.storage.region.pins import file_of, pack
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.erase_log import EraseLog
     from sglang_tiered.storage.region.part import Common
-    from sglang_tiered.storage.region.pending import ExtentWrite, LoadSpan, Piece, StoreTicket
+    from sglang_tiered.storage.region.pending import ExtentWrite, LoadSpan, StoreTicket
     from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.reclaim import CapacityControl, Reclaimer
     from sglang_tiered.storage.region.writer import RegionWriter
@@ -254,7 +254,7 @@ class StoreWorker(StorePart):
         if is_full and self._reclaimer.evict_one():
             with state.lock:
                 for write in failed:
-                    if write.error is not None and write.pieces:
+                    if write.error is not None and write.pages:
                         state.queue_write(write)
             return
         withdrawn = error.errno == errno.ECANCELED  # by ``StoreState.shed``; nothing was tried
@@ -360,9 +360,8 @@ class PinFiles(StorePart):
 
 
 class IoWorker(StorePart):
-    """Carries out loads, encodes pages, and hashes and writes pieces of extents: each of
-    ``num_threads`` threads runs ``run`` of the same worker. Loads come first, and one thread is
-    left to them."""
+    """Carries out loads, encodes pages, and hashes and writes extents: each of ``num_threads``
+    threads runs ``run`` of the same worker. Loads come first, and one thread is left to them."""
 
     def __init__(self, common: Common, reader: RegionReader, num_threads: int) -> None:
         super().__init__(common)
@@ -389,13 +388,12 @@ class IoWorker(StorePart):
             return functools.partial(self.unpin, state.let_go.popleft())
         if state.loads:
             return functools.partial(self._reader.load, state.loads.popleft())
-        if self._num_writing < self._max_writing and (state.encodings or state.pieces):
+        if self._num_writing < self._max_writing and (state.encodings or state.to_write):
             self._num_writing += 1
             if state.encodings:
                 return functools.partial(self._store, state.encodings.popleft())
-            return functools.partial(
-                self._store, functools.partial(self._write_piece, state.pieces.popleft())
-            )
+            write = functools.partial(self._write, state.to_write.popleft())
+            return functools.partial(self._store, write)
         return None
 
     def _store(self, work: Callable[[], None]) -> None:
@@ -405,28 +403,15 @@ class IoWorker(StorePart):
             with self._state.lock:
                 self._num_writing -= 1
 
-    def _write_piece(self, piece: Piece) -> None:
-        """Write pages, and the extent's header behind the last of them: where it is found, a death
-        of the process has torn nothing of the extent."""
-        state, write = self._state, piece.write
+    def _write(self, write: ExtentWrite) -> None:
         error = None
         try:
-            for offset, segments in hashed_writes(piece):
+            for offset, segments in hashed_writes(write):
                 self._put(write, segments, offset)
         except Exception as failure:
             error = failure if isinstance(failure, OSError) else _internal(failure)
-        with state.lock:
-            write.error = write.error or error
-            write.num_left -= 1
-            if write.num_left:
-                return
-        if write.error is None and not is_one_write(write):
-            try:
-                self._put(write, [packed_header(write)], write.extent.offset)
-            except Exception as failure:
-                error = failure if isinstance(failure, OSError) else _internal(failure)
-        with state.lock:
-            state.finish_write(write, error)
+        with self._state.lock:
+            self._state.finish_write(write, error)
 
     def _put(self, write: ExtentWrite, segments: list[memoryview], offset: int) -> None:
         written = 0

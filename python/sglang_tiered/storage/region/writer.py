@@ -292,7 +292,7 @@ class RegionWriter(StorePart):
         region, extent = write.region, write.extent
         with self._state.lock:
             region.extents.append(extent)
-            region.tail = write.end
+            region.tail = extent.end
             region.num_writing += 1
             self._state.regions.charge(region, extent.tenant, write.payload_bytes)
             self._state.queue_extent(write)
