@@ -52,7 +52,7 @@ from sglang_tiered.storage.region.part import Common
 from sglang_tiered.storage.region.pending import (
     LoadTicket,
     Note,
-    PinOrder,
+    Order,
     is_encoded,
     page_bytes,
     plan_spans,
@@ -540,10 +540,9 @@ class RegionEngine(TierEngine):
         """Have the files of these pins settled; the caller holds the lock."""
         if not names:
             return []
-        order = PinOrder(tuple(names), self._promises.make())
-        self._state.pin_orders.append(order)
-        self._state.store_ready.notify()
-        return [order.durable]
+        durable = self._promises.make()
+        self._state.order(Order(tuple(names), durable))
+        return [durable]
 
     def close(self) -> None:
         """Close as the contract says. I/O that hangs is waited for ``io_timeout_s``, then left to

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.device import FileDevice, FileReader
     from sglang_tiered.storage.region.format import Contents
     from sglang_tiered.storage.region.part import Common
-    from sglang_tiered.storage.region.pending import EraseOrder
+    from sglang_tiered.storage.region.pending import Order
     from sglang_tiered.storage.region.reclaim import Reclaimer
 
 __all__ = [
@@ -442,17 +442,19 @@ class EraseLog(StorePart):
         self._needed_bytes = erased.packed_bytes
         self._state.erased_ids = set(erased.ids)
 
-    def erase(self, orders: Sequence[EraseOrder], bound: Bound) -> bool:
+    def erase(self, orders: Sequence[Order], bound: Bound) -> bool:
         """Erase up to the present end of the log, with nothing under way before it. True when that
         is durable, and all that was asked before."""
         new = Erased()
+        whats = [order.what for order in orders if order.what is not None]
+        for what in whats:
+            new.add(what, bound)
         for order in orders:
-            new.add(order.what, bound)
             new.note(order.ids)
             new.tell(order.notes)
         self._erased.merge(new)
         durable = self._record(new)
-        if any(order.what.is_everything for order in orders):
+        if any(what.is_everything for what in whats):
             with self._state.lock:
                 regions = list(self._state.regions)
             for region in regions:
@@ -537,7 +539,7 @@ class EraseLog(StorePart):
     def sweep(self) -> None:
         """Forget some pages of erased tenants. After the last, regions go that held no others."""
         with self._state.lock:
-            sweeps = self._state.index.tenants.any_dead and not self._state.erase_orders
+            sweeps = self._state.index.tenants.any_dead and not self._state.erases
             is_swept = sweeps and self._state.index.sweep(_SWEPT_ROWS)
         if is_swept and self.is_ours():
             self._reclaimer.remove_useless()

@@ -24,14 +24,13 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = [
-    "EraseOrder",
     "ExtentWrite",
     "LoadSpan",
     "LoadTicket",
     "MAX_EXTENT_BYTES",
     "Note",
     "Part",
-    "PinOrder",
+    "Order",
     "StoreTicket",
     "Wanted",
     "hashed_writes",
@@ -176,21 +175,15 @@ class Note(NamedTuple):
     data: bytes
 
 
-class EraseOrder(NamedTuple):
-    """Make an erasure durable, that it took from pins too, and give back what it frees."""
+class Order(NamedTuple):
+    """Make the files of these pins say what the book of pins says by then. With ``what``, make an
+    erasure durable, which took from those pins, and give back what it frees."""
 
-    what: Erasure
     pins: tuple[str, ...]
-    ids: tuple[int, ...]  # digests of names that it makes known
-    notes: tuple[Note, ...]
     durable: Future[bool]
-
-
-class PinOrder(NamedTuple):
-    """Make the files of the pins of these names say what the book of pins says by then."""
-
-    names: tuple[str, ...]
-    durable: Future[bool]
+    what: Erasure | None = None
+    ids: tuple[int, ...] = ()  # digests of names that it makes known
+    notes: tuple[Note, ...] = ()
 
 
 def hashed_writes(write: ExtentWrite) -> Iterator[tuple[int, list[memoryview]]]:

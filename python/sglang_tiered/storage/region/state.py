@@ -18,11 +18,10 @@ from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.region.index import PageIndex, key_words
 from sglang_tiered.storage.region.pending import (
-    EraseOrder,
     ExtentWrite,
     LoadSpan,
     LoadTicket,
-    PinOrder,
+    Order,
     StoreTicket,
     Wanted,
     page_bytes,
@@ -78,8 +77,7 @@ class StoreState:
         self.pins = PinBook(pin_bound_bytes, wall_clock)
         self.jobs = JobBook()
         self.stores: deque[StoreTicket] = deque()
-        self.erase_orders: deque[EraseOrder] = deque()  # served ahead of all stores
-        self.pin_orders: deque[PinOrder] = deque()
+        self.orders: deque[Order] = deque()  # served ahead of all stores
         self.placing: list[Part] = []  # taken off the queue, not yet an extent of ``writes``
         self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
         self.writing_bytes = 0  # payload of ``writes``
@@ -151,7 +149,10 @@ class StoreState:
             self.stores = deque(each for each in self.stores if each not in emptied)
         for ticket in emptied:
             self._finish_if_settled(ticket)
-        self.erase_orders.append(EraseOrder(what, tuple(pins), ids, notes, durable))
+        self.order(Order(tuple(pins), durable, what, ids, notes))
+
+    def order(self, order: Order) -> None:
+        self.orders.append(order)
         self.store_ready.notify()
 
     def _forget(self, ticket: StoreTicket, keys: set[bytes] | None) -> bool:
@@ -271,7 +272,12 @@ class StoreState:
     def next_store(self) -> StoreTicket | None:
         """Return the store whose turn it is; none has it while an erasure waits, as what is stored
         since must lie behind the end of the log that it notes."""
-        return self.stores[0] if self.stores and not self.erase_orders else None
+        return self.stores[0] if self.stores and not self.erases else None
+
+    @property
+    def erases(self) -> bool:
+        """Return whether an erasure waits for the writer."""
+        return any(order.what is not None for order in self.orders)
 
     def queue_store(
         self, job: Job, positions: list[int], lengths: Sequence[int], num_bytes: int
@@ -492,7 +498,7 @@ class StoreState:
         assert self.index.pinned_bytes <= bound, f"{self.index.pinned_bytes} pinned, bound {bound}"
         writing = sum(write.payload_bytes for write in self.writes)
         assert self.writing_bytes == writing, f"{writing} under way, not {self.writing_bytes}"
-        queued = self.stores or self.erase_orders or self.writes
+        queued = self.stores or self.erases or self.writes
         idle = self.jobs.num_inflight == 0 and not queued
         self.index.check_integrity({region.slot: region.nbytes for region in self.regions})
         being_let_go = self.syncing or self.let_go or self.regions.retiring_bytes

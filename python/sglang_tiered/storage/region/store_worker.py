@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import Reason
@@ -20,7 +21,7 @@ from sglang_tiered.storage.region.pending import hashed_writes
 from sglang_tiered.storage.region.pins import file_of, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang_tiered.storage.region.erase_log import EraseLog
     from sglang_tiered.storage.region.part import Common
@@ -98,63 +99,38 @@ class StoreWorker(StorePart):
             while True:
                 written = bool(state.writes) and state.writes[0].done
                 pause_s = state.pins.pause_s()
-                has_pins = state.pin_orders or pause_s == 0.0
+                # An erasure means what is in the log by then, with nothing under way.
+                may_obey = state.orders and not (state.erases and state.writes)
                 # What was hot in a region that went is written before another goes, not held.
                 is_saving = bool(state.stores) and state.stores[0].reinserted
-                is_free = not (state.closed or state.erase_orders or is_saving)
+                is_free = not (state.closed or state.erases or is_saving)
                 shrinks = self._capacity.is_due and is_free
-                if has_pins or shrinks:
+                if may_obey or pause_s == 0.0 or shrinks:
                     break
                 if written or self._may_place():
                     break
                 if state.index.tenants.any_dead:
                     state.store_ready.wait(_SWEEP_PAUSE_S)
                     return True
-                if state.closed and not (state.stores or state.erase_orders or state.writes):
+                if state.closed and not (state.stores or state.orders or state.writes):
                     return False
                 state.store_ready.wait(pause_s)
-            has_erasures = bool(state.erase_orders)
-        if has_pins:
-            self._settle_pins()
+        if may_obey or pause_s == 0.0:
+            self._obey()
         elif written:
             self._settle(state.writes[0])
         elif shrinks:
             self._capacity.step()
-        elif has_erasures:
-            self._erase()
         else:
             self._place()
         return True
 
-    def _settle_pins(self) -> None:
-        """Make the files of pins say what their book says, without those whose time is over."""
-        state = self._state
-        with state.lock:
-            expired = tuple(state.expire())
-            orders = list(state.pin_orders)
-            state.pin_orders.clear()
-        try:
-            is_ours = self.is_ours()
-            if expired and is_ours:
-                self._pin_files.settle(expired)
-            while orders and is_ours:
-                keep(orders[0].durable, self._pin_files.settle(orders[0].names))
-                del orders[0]
-        except Exception:
-            logger.exception("%s: internal error while writing pins", self._directory)
-        finally:
-            for order in orders:
-                keep(order.durable, False)
-
     def _may_place(self) -> bool:
-        """Return whether erasures, or else the next store, may be served now. The caller holds the
-        lock."""
+        """Return whether the next store may be served now. The caller holds the lock."""
         state = self._state
-        if state.erase_orders or (state.stores and self._out_of_space):
-            return not state.writes
-        if not state.stores:
+        if state.next_store is None:
             return False
-        return state.writing_bytes < _MAX_WRITING_BYTES
+        return not state.writes if self._out_of_space else state.writing_bytes < _MAX_WRITING_BYTES
 
     def _place(self) -> None:
         state = self._state
@@ -279,24 +255,33 @@ class StoreWorker(StorePart):
         )
         return Reason.IO_ERROR
 
-    def _erase(self) -> None:
-        """Serve all erasures that wait together, with nothing under way: the log's end is where
-        what is meant ends."""
+    def _obey(self) -> None:
+        """Serve all orders that wait, and take out the pins whose time is over."""
         state = self._state
         with state.lock:
-            orders = list(state.erase_orders)
-            state.erase_orders.clear()
-        durable = False
+            names = state.expire()
+            orders = []
+            if not (state.erases and state.writes):
+                orders, state.orders = list(state.orders), deque()
+        names += [name for order in orders for name in order.pins]
+        erasing = [order for order in orders if order.what is not None]
         try:
-            if self.is_ours():
-                bound = self._writer.log_end()
-                if any(order.what.is_everything for order in orders):
-                    self._writer.abandon()
-                self._pin_files.settle(tuple(name for order in orders for name in order.pins))
-                durable = self._erase_log.erase(orders, bound) and self._pin_files.is_settled
+            if not self.is_ours():
+                return
+            # The log's end is where what is meant ends.
+            bound = self._writer.log_end() if erasing else None
+            if any(order.what is not None and order.what.is_everything for order in erasing):
+                self._writer.abandon()
+            self._pin_files.settle(names)
+            is_erased = bound is not None and self._erase_log.erase(erasing, bound)
+            for order in orders:
+                if order.what is None:
+                    keep(order.durable, self._pin_files.has_settled(order.pins))
+                else:
+                    keep(order.durable, is_erased and self._pin_files.is_settled)
         finally:
             for order in orders:
-                keep(order.durable, durable)
+                keep(order.durable, False)
 
 
 class PinFiles(StorePart):
@@ -313,9 +298,13 @@ class PinFiles(StorePart):
         """Return whether all that was ever asked is durable."""
         return not self._unsettled
 
-    def settle(self, names: tuple[str, ...]) -> bool:
-        """Write the pins of these names, or remove the files of those that are gone; true when that
-        is durable. What failed before is tried again."""
+    def has_settled(self, names: Sequence[str]) -> bool:
+        """Return whether what was asked of these pins is durable."""
+        return self._unsettled.isdisjoint(names)
+
+    def settle(self, names: Sequence[str]) -> None:
+        """Write the pins of these names, or remove the files of those that are gone. What failed
+        before is tried again."""
         self._unsettled.update(names)
         failed: set[str] = set()
         failure: OSError | None = None
@@ -344,7 +333,6 @@ class PinFiles(StorePart):
                 self._directory,
                 failure,
             )
-        return self._unsettled.isdisjoint(names)
 
     def _settle(self, name: str) -> bool:
         """Returns whether the directory must be synced: its file was removed, now or before."""
