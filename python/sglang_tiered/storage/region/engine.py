@@ -60,7 +60,7 @@ from sglang_tiered.storage.region.pending import (
 from sglang_tiered.storage.region.pins import Pin, PinInfo, PinRefusal
 from sglang_tiered.storage.region.reader import RegionReader
 from sglang_tiered.storage.region.reclaim import CapacityControl, Reclaimer
-from sglang_tiered.storage.region.recovery import recover
+from sglang_tiered.storage.region.recovery import Recovery
 from sglang_tiered.storage.region.regions import Capacity
 from sglang_tiered.storage.region.state import StoreState
 from sglang_tiered.storage.region.store_worker import IoWorker, StoreWorker
@@ -201,15 +201,15 @@ class RegionEngine(TierEngine):
                 lock = self._directory_lock.directory
                 device = self._own_device = FileDevice(self.directory, lock=lock)
             self._device = device
-            report = recover(
+            report = Recovery(
                 self._device,
                 state.namespace,
                 self._capacity.nbytes,
                 state.regions,
                 state.index,
-                max_page_bytes=self._max_page_bytes,
-                num_threads=num_threads,
-            )
+                self._max_page_bytes,
+                num_threads,
+            ).run()
         except OSError as error:
             self._let_go()
             raise _unusable(self.directory, error) from error

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.pins import FoundPins, Pin
     from sglang_tiered.storage.region.regions import RegionTable
 
-__all__ = ["RecoveryReport", "recover"]
+__all__ = ["Recovery", "RecoveryReport"]
 
 logger = logging.getLogger(__name__)
 
@@ -104,38 +104,18 @@ class _FoundRegion:
     error: OSError | None = None  # of what could not be read
 
 
-def recover(
-    device: FileDevice,
-    namespace: bytes,
-    capacity_bytes: int,
-    regions: RegionTable,
-    index: PageIndex,
-    *,
-    max_page_bytes: int,
-    num_threads: int = 1,
-) -> RecoveryReport:
-    """Fill ``regions`` and ``index``. ``max_page_bytes`` is what a region holds from now on. Raises
-    ``StoreFormatError`` and ``OSError``, in both cases with every descriptor closed again."""
-    recovery = _Recovery(
-        device, namespace, capacity_bytes, max_page_bytes, num_threads, regions, index
-    )
-    try:
-        return recovery.run()
-    except BaseException:
-        for found in recovery.found:
-            _close(device, found.region)
-        raise
-
-
 @dataclass(slots=True)
-class _Recovery:
+class Recovery:
+    """Fills ``regions`` and ``index``, once. ``max_page_bytes`` is what a region holds from now
+    on."""
+
     device: FileDevice
     namespace: bytes
     capacity_bytes: int
-    max_page_bytes: int
-    num_threads: int
     regions: RegionTable
     index: PageIndex
+    max_page_bytes: int
+    num_threads: int = 1
     report: RecoveryReport = field(default_factory=RecoveryReport)
     found: list[_FoundRegion] = field(default_factory=list)
     useless: list[int] = field(default_factory=list)  # sequences of files to remove
@@ -147,6 +127,16 @@ class _Recovery:
     num_pages: int = 0
 
     def run(self) -> RecoveryReport:
+        """Raises ``StoreFormatError`` and ``OSError``, in both cases with every descriptor closed
+        again."""
+        try:
+            return self._run()
+        except BaseException:
+            for found in self.found:
+                _close(self.device, found.region)
+            raise
+
+    def _run(self) -> RecoveryReport:
         device, report = self.device, self.report
         # 1
         names = device.list_names()
