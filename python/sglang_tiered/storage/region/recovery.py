@@ -8,7 +8,7 @@ The steps:
    far.
 3. Remove files whose header does not verify, is of an older format, or is not that of the sequence
    in their name; and pins that do not verify. Leave those that cannot be read where they are.
-4. Remove the oldest regions while the rest exceeds the cap.
+4. Remove the oldest regions while the rest exceeds the cap; sync the names of those left.
 5. Read trailer and footer of each. Where they do not verify or fit, walk the extents from block 1,
    up to the first that does not verify. Their payloads are read too.
 6. Seal a walked region as it now is, or remove it when the walk found nothing. One with a damaged
@@ -101,6 +101,7 @@ class _FoundRegion:
     contents: Contents | None = None
     is_walked: bool = False  # its footer did not verify
     bad_rows: list[int] = field(default_factory=list)  # pages that do not verify
+    is_synced: bool = False
     error: OSError | None = None  # of what could not be read
 
 
@@ -121,7 +122,6 @@ class Recovery:
     useless: list[int] = field(default_factory=list)  # sequences of files to remove
     unread: dict[int, OSError] = field(default_factory=dict)  # sequences of files to leave alone
     unread_bytes: int = 0  # of regions that stay as they are
-    has_durable_names: bool = False
     # On their way into the index: pages, slots, offsets and places of tenants, of some regions.
     pages: list[tuple[npt.NDArray[Any], ...]] = field(default_factory=list)
     num_pages: int = 0
@@ -161,6 +161,7 @@ class Recovery:
                 _unlink(device, name)
             # 4
             self._shrink()
+            self._sync_names()
             for item in self._read_ahead(pool):  # 5
                 report.num_walked += item.is_walked
                 if item.error is not None:
@@ -292,6 +293,16 @@ class Recovery:
             self._remove(self.found[0])
             self.report.num_over_cap += 1
 
+    def _sync_names(self) -> None:
+        """Have those survive a loss of power that are left: no region comes while we recover."""
+        try:
+            if self.found:
+                self.device.sync_directory()
+            for item in self.found:
+                item.region.has_name = True
+        except OSError as error:
+            logger.warning("the names of regions could not be synced (%s)", error)
+
     def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator[_FoundRegion]:
         """Yield what was found, oldest first, with its contents, and read some of the next."""
         reading: deque[Future[_FoundRegion]] = deque()
@@ -326,10 +337,7 @@ class Recovery:
             return
         try:
             self.device.sync(region.fd)
-            if not self.has_durable_names:  # none comes while we recover
-                self.device.sync_directory()
-                self.has_durable_names = True
-            region.has_name = True
+            item.is_synced = region.has_name
         except OSError as error:
             region.suspect = True
             logger.warning("%s could not be synced (%s)", region.name, error)
@@ -346,7 +354,7 @@ class Recovery:
         regions.add(region)
         pages, offsets = contents.pages, contents.page_offsets()
         # A killed process may have left what it wrote in a cache: the next sync covers it.
-        region.dirty = bool(len(pages)) and not region.has_name
+        region.dirty = bool(len(pages)) and not item.is_synced
         ours = np.repeat(contents.of_namespace(self.namespace), num_pages)
         region.num_foreign = int((alive & ~ours).sum())
         self.report.num_foreign_pages += region.num_foreign

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kit.clock import Clock
-from kit.faulty import fail_once
+from kit.faulty import Fault, FaultyDevice, fail_once
 from kit.runs import make_run
 from kit.tiers import open_region, store
 from sglang_tiered.storage.base import Health
@@ -66,3 +67,19 @@ def test_no_internal_error_costs_later_barriers(
     store(engine, *(make_run(seed, [4096] * 10) for seed in range(3, 9)))
     assert engine.lookup(first.keys).num_hits == 0, "it was reclaimed in its turn"
     assert engine.flush(TIMEOUT_S)
+
+
+def test_names_found_at_a_start_stay_durable(tmp_path: Path) -> None:
+    """A sync of the directory that fails later says nothing of them."""
+    sizes = {"capacity_bytes": 4 * REGION, "region_bytes": REGION, "sync_interval_s": 1000.0}
+    engine = open_region(tmp_path, **sizes)
+    store(engine, make_run(1, [4096]))
+    engine.close()
+    device = FaultyDevice(
+        FileDevice(tmp_path),
+        [Fault(1, "sync_directory", error=errno.EIO)],  # 0 is the start's
+    )
+    engine = open_region(tmp_path, device=device, **sizes)
+    assert not engine.flush(TIMEOUT_S)
+    assert engine.flush(TIMEOUT_S), "what it holds counts as lost"
+    engine.close()
