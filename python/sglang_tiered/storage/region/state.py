@@ -384,10 +384,9 @@ class StoreState:
                 self._drop_pending(part.ticket, index)
             self._settle(part, reason)
 
-    def drop_rest(self, ticket: StoreTicket, reason: Reason, keep: int = 0) -> None:
-        """Settle what has no place yet of a store that has left the queue; ``keep`` pages more
-        are still to be placed, of one that has not."""
-        first = ticket.num_placed + keep
+    def drop_rest(self, ticket: StoreTicket, reason: Reason) -> None:
+        """Settle what has no place yet of a store that has left the queue."""
+        first = ticket.num_placed
         for index in range(first, len(ticket.positions)):
             self._drop_pending(ticket, index)
             ticket.job.reasons[ticket.positions[index]] = reason

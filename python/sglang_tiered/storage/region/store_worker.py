@@ -6,7 +6,6 @@ import contextlib
 import errno
 import functools
 import logging
-import math
 import time
 from collections import deque
 from typing import TYPE_CHECKING
@@ -161,35 +160,24 @@ class StoreWorker(StorePart):
             self._out_of_space = True
 
     def _has_share(self, head: StoreTicket) -> bool:
-        """Make room for a store within its tenant's share, at the tenant's own cost, or drop what
-        is beyond it. False when nothing is left of it."""
+        """Make room for a page within its tenant's share, at the tenant's own cost, or drop the
+        rest of its store. False when that cannot be placed now."""
         state = self._state
         while True:
             with state.lock:
                 if state.next_store is not head:
                     return False  # shed or erased meanwhile
-                left = self._writer.share_left(head)
-                if left == math.inf:
+                if padded(head.length(head.num_placed)) <= self._writer.share_left(head):
                     return True
-                keep = nbytes = 0
-                for index in range(head.num_placed, len(head.positions)):
-                    nbytes += padded(head.length(index))
-                    if nbytes > left:
-                        break
-                    keep += 1
-            if keep == head.num_left:
-                return True
             if not self._evict_own(head.tenant):
                 break
             if self._out_of_space:
                 return False  # what is pinned goes behind what is being written
         with state.lock:
-            if state.next_store is not head:
-                return False
-            if not keep:
+            if state.next_store is head:
                 state.stores.popleft()
-            state.drop_rest(head, Reason.OVER_SHARE, keep)
-        return keep > 0
+                state.drop_rest(head, Reason.OVER_SHARE)
+        return False
 
     def _evict_own(self, tenant: bytes) -> bool:
         """Evict a region of a tenant, unless ``_out_of_space`` says afterwards that it must wait;
