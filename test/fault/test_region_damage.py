@@ -116,6 +116,18 @@ def test_a_flipped_bit_costs_what_it_must(
         assert bool(region_files(directory)) == (cost != NONE), "useless, and still there"
 
 
+def test_a_start_finds_no_damaged_page(unsealed: Path, runs: list[Run]) -> None:
+    """Or it would hide an older copy, and be a duplicate where it is stored again."""
+    flip(region_files(unsealed)[0], SECOND + BLOCK_BYTES + 5)
+    for _ in range(2):
+        engine = open_engine(unsealed)
+        assert engine.contains(runs[1].keys) == [False, True]
+        engine.close()
+    engine = open_engine(unsealed)
+    assert finished(engine.submit_store(runs[1])) == [Reason.OK, Reason.DUPLICATE]
+    engine.close()
+
+
 @pytest.mark.parametrize("harm", ["delete", "truncate"])
 def test_files_harmed_while_running(
     tmp_path: Path, make_run: MakeRun, blank: Blank, harm: str

@@ -45,7 +45,7 @@ from sglang_tiered.storage.region.format import (
     parse_region_name,
     region_name,
 )
-from sglang_tiered.storage.region.health import Barrier, HealthMonitor
+from sglang_tiered.storage.region.health import HealthMonitor
 from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.notes import Notes
 from sglang_tiered.storage.region.part import Common
@@ -64,7 +64,7 @@ from sglang_tiered.storage.region.recovery import Recovery
 from sglang_tiered.storage.region.regions import Capacity
 from sglang_tiered.storage.region.state import StoreState
 from sglang_tiered.storage.region.store_worker import IoWorker, StoreWorker
-from sglang_tiered.storage.region.sync_worker import SyncWorker
+from sglang_tiered.storage.region.sync_worker import Barrier, SyncWorker
 from sglang_tiered.storage.region.view import RegionView
 from sglang_tiered.storage.region.writer import RegionWriter
 

@@ -1,4 +1,5 @@
-"""What the syncer thread does: makes what is published durable, beside the stores.
+"""What the syncer thread does: makes what is published durable, beside the stores. And the barrier
+that every sync passes.
 
 Durable means against loss of power; death of the process loses nothing that was written. Periodic
 syncs and barriers happen here, so the writer never waits for a flush.
@@ -6,7 +7,9 @@ syncs and barriers happen here, so the writer never waits for a flush.
 
 from __future__ import annotations
 
+import errno
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -14,13 +17,51 @@ from sglang_tiered.storage.promises import keep
 from sglang_tiered.storage.region.part import StorePart
 
 if TYPE_CHECKING:
-    from sglang_tiered.storage.region.health import Barrier
+    from collections.abc import Iterable
+
+    from sglang_tiered.storage.region.device import FileDevice
+    from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.regions import Region
 
-__all__ = ["SyncWorker"]
+__all__ = ["Barrier", "SyncWorker"]
 
 logger = logging.getLogger(__name__)
+
+
+class Barrier:
+    """Syncs for every thread of a store. After a failed sync the next one succeeds, and what the
+    first lost stays lost: its region is ``suspect`` from then on, and is never durable again."""
+
+    def __init__(self, device: FileDevice, health: HealthMonitor) -> None:
+        self._device = device
+        self._health = health
+        # The system tells a failure to one of two that sync a file at once.
+        self._lock = threading.Lock()
+
+    def sync(self, region: Region) -> None:
+        """Make all that was written to a region durable. Raises ``OSError``, also for a region
+        whose sync has failed before."""
+        with self._lock:
+            if region.suspect:
+                raise OSError(errno.EIO, f"a sync of {region.name} has failed before")
+            try:
+                with self._health.watch():
+                    self._device.sync(region.fd)
+            except OSError:
+                region.suspect = True
+                raise
+
+    def sync_names(self, regions: Iterable[Region]) -> None:
+        """Make durable which files there are, those of these regions among them. Raises
+        ``OSError``."""
+        try:
+            with self._health.watch():
+                self._device.sync_directory()
+        except OSError:
+            for region in regions:
+                region.suspect = region.suspect or not region.has_name
+            raise
 
 
 class SyncWorker(StorePart):

@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.encoding import PageEncoding
     from sglang_tiered.storage.region.device import FileDevice
-    from sglang_tiered.storage.region.health import Barrier
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import StoreTicket
     from sglang_tiered.storage.region.reclaim import Reclaimer
+    from sglang_tiered.storage.region.sync_worker import Barrier
 
     Stored = list[tuple[Page, int]]
 
