@@ -1,8 +1,8 @@
 """Idle conversations on one NVMe tier: memory of the index, lookups, and restarts.
 
 Each sample is a process of its own, killed with ``kill -9`` while a region is open, as the one
-before it was. ``restart`` reads the footers of regions; ``checkpoint`` finds none of them valid,
-and ``scan`` no checkpoint either, so it reads and verifies every page.
+before it was. ``restart`` reads the footers of regions; ``scan`` finds none of them valid, so it
+reads and verifies every page.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.storage.region.files import CHECKPOINT_NAME
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 from storage_bench.figures import percentile
 from storage_bench.idle_probe import PAGE_BYTES, PAGES_EACH, REGION_BYTES, capacity_bytes
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RESTARTS", "Idle", "measure", "needed_bytes", "num_files", "run"]
 
-RESTARTS = ("restart", "checkpoint", "scan")
+RESTARTS = ("restart", "scan")
 
 
 @dataclass
@@ -87,8 +86,6 @@ def measure(
             if name != "restart":
                 for region in regions:
                     _damage_trailer(region)
-            if name == "scan":
-                (store / CHECKPOINT_NAME).unlink(missing_ok=True)
             settle()
             figures = _run_and_kill("open", str(folder), str(num_conversations), f"{name}/{sample}")
             if figures["num_pages"] != wanted:
@@ -138,8 +135,7 @@ def _report(setting: Setting, found: Idle) -> None:
     report.add("idle_lookup_us_p99", [percentile(lookups, 0.99)], beside=beside)
     beside = {
         "restart": f"after kill -9: {found.num_regions:,} regions, all but the open one by footer",
-        "checkpoint": "no footer verifies: extents by their headers, pages by the checkpoint",
-        "scan": "nor is there a checkpoint: every page is read and verified",
+        "scan": "no footer verifies: every page is read and verified",
     }
     for name in RESTARTS:
         taken = [one["open_s"] for one in found.opened[name]]

@@ -99,7 +99,8 @@ FIRST_ONLY = ALL[:1] + NONE[1:]
 COSTS = {  # of a bit that flips there: in a region with a footer, and in one without
     **dict.fromkeys([0, 9, 40, 56, 2000, BLOCK_BYTES - 1], (NONE, NONE)),  # its header
     **dict.fromkeys([SECOND + 60, SECOND + 3000], (ALL, FIRST_ONLY)),  # an extent's, its padding
-    SECOND + BLOCK_BYTES + 5: ([ALL[0], [False, True], *ALL[2:]], FIRST_ONLY),  # a page
+    SECOND + BLOCK_BYTES + 5: ([ALL[0], [False, True], *ALL[2:]],) * 2,  # a page
+    SECOND + 2 * EXTENT + BLOCK_BYTES + 5: ([*ALL[:3], [False, True]], [*ALL[:3], NONE[0]]),
     **dict.fromkeys([REGION - 1, REGION - BLOCK_BYTES - 1], (ALL, ALL)),  # trailer, footer
 }
 
@@ -113,6 +114,18 @@ def test_a_flipped_bit_costs_what_it_must(
         assert pages_after(directory, runs, blank) == cost
         assert pages_after(directory, runs, blank) == cost, "the second start finds others"
         assert bool(region_files(directory)) == (cost != NONE), "useless, and still there"
+
+
+def test_a_start_finds_no_damaged_page(unsealed: Path, runs: list[Run]) -> None:
+    """Or it would hide an older copy, and be a duplicate where it is stored again."""
+    flip(region_files(unsealed)[0], SECOND + BLOCK_BYTES + 5)
+    for _ in range(2):
+        engine = open_engine(unsealed)
+        assert engine.contains(runs[1].keys) == [False, True]
+        engine.close()
+    engine = open_engine(unsealed)
+    assert finished(engine.submit_store(runs[1])) == [Reason.OK, Reason.DUPLICATE]
+    engine.close()
 
 
 @pytest.mark.parametrize("harm", ["delete", "truncate"])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from simulation.device import SimulatedDevice
@@ -25,6 +26,7 @@ from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, erase_log
 from sglang_tiered.storage.region.erase_log import Bound, Erased
 from sglang_tiered.storage.region.files import ERASED_NAME
+from sglang_tiered.storage.region.index import PageIndex
 from sglang_tiered.storage.region.pending import Note
 
 A, B = b"a" * 16, b"b" * 16
@@ -224,6 +226,26 @@ def test_names_and_notes_outlive_a_restart(tmp_path: Path, monkeypatch: pytest.M
         assert is_true(engine.note_erased([], [notes[2]._replace(data=b"y")]), TIMEOUT_S)
     with running(tmp_path, SimulatedDevice(device.crash("drop"))) as engine:
         assert engine.erased_notes == (notes[3], notes[2]._replace(data=b"y"))
+
+
+def test_a_large_erasure_lets_lookups_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, discard = list[int](), PageIndex.discard
+
+    def counted(index: PageIndex, words: Any) -> int:
+        sizes.append(len(words))
+        return discard(index, words)
+
+    monkeypatch.setattr(PageIndex, "discard", counted)
+    monkeypatch.setattr("sglang_tiered.storage.region.engine._KEYS_AT_ONCE", 5)
+    with running(tmp_path, None) as engine:
+        fill(engine)
+        what = Erasure.of(OF_A)
+        assert is_true(engine.erase(what), TIMEOUT_S)
+        assert sizes == [5, 5, 2], "so many are erased while nobody else gets the lock"
+        assert engine.has_erased([what.id]) == [True]
+        assert (held(engine, OF_A), held(engine, OF_B)) == (0, 12)
 
 
 def test_a_region_emptied_by_purge_is_freed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_tiered.storage.region.device import Device
+from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 Operation = str
@@ -60,7 +60,7 @@ def _passed_on(operation: Operation) -> Any:
     return call
 
 
-class FaultyDevice(Device):
+class FaultyDevice(FileDevice):
     """Passes every operation to ``inner``, unless a fault says otherwise.
 
     ``calls`` records every operation in order. ``before`` is called ahead of each, on the calling
@@ -69,7 +69,7 @@ class FaultyDevice(Device):
 
     def __init__(
         self,
-        inner: Device,
+        inner: FileDevice,
         faults: Sequence[Fault] = (),
         *,
         seed: int = 0,

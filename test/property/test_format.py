@@ -112,20 +112,6 @@ def test_every_flipped_byte_is_seen(name: str) -> None:
     assert not any(map(unpack, flips(good)))
 
 
-def test_a_checkpoint_counts_only_whole() -> None:
-    entries = [
-        form.CheckpointEntry(7, NONCE, 2 * BLOCK_BYTES),
-        form.CheckpointEntry(9, b"n" * 16, 0),
-    ]
-    good = form.pack_checkpoint(entries)
-    assert form.unpack_checkpoint(good) == entries
-    assert form.unpack_checkpoint(form.pack_checkpoint([])) == []
-    cut = [good[:length] for length in range(len(good))]
-    between_blocks = form.pack_checkpoint([form.CheckpointEntry(7, NONCE, 2 * BLOCK_BYTES - 1)])
-    for bad in (*flips(good), *cut, good + b"\0", between_blocks):
-        assert form.unpack_checkpoint(bad) is None
-
-
 def test_a_forged_size_is_not_followed() -> None:
     huge = form.pack_region_header(RegionHeader(2**64 - BLOCK_BYTES, 3, NONCE, 1))
     assert form.unpack_region_header(huge) is None

@@ -33,14 +33,13 @@ from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Job, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.device import Device, FileDevice
+from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, parse_region_name
 from sglang_tiered.storage.region.pins import PinRefusal
 
 REGION = 48 * 1024
 NUM_REGIONS = 4
 NAMESPACES = (b"\x11" * 32, b"\x22" * 32)
-CHECKPOINT = "CHECKPOINT"
 KEYS = [key(number) for number in range(24)]
 TENANTS = (NO_TENANT, b"a" * 16, b"b" * 16)
 SERVED = {Reason.OK, Reason.DUPLICATE}
@@ -69,7 +68,7 @@ def content(namespace: bytes, key: bytes) -> bytes:
     return bytes(data)
 
 
-def flip(device: Device, name: str, bit: int) -> None:
+def flip(device: FileDevice, name: str, bit: int) -> None:
     """Damage one bit of one block, behind the engine's back."""
     fd = device.open(name)
     block = memoryview(bytearray(BLOCK_BYTES))
@@ -101,7 +100,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.gone: dict[bytes, set[bytes]] = {}
         self.pins: dict[str, tuple[bytes, set[bytes], float | None]] = {}  # tenant, keys, until
         self.now = 1000.0
-        self.old_checkpoint = b""
         self.codecs = itertools.cycle(("zstd", "none"))  # of one start and the next
         self.engine = self.open()
 
@@ -325,23 +323,6 @@ class StoreMachine(RuleBasedStateMachine):
             flip(self.device, regions[which % len(regions)], bit)
             self.forget_certainty()
             self.harmed = self.open_region_harmed = True
-
-    @rule(new=st.sampled_from(["gone", "old", "cut", "noise"]), noise=st.binary(max_size=64))
-    def harm_checkpoint(self, new: str, noise: bytes) -> None:
-        """It only accelerates: whatever is done to it, everything is found."""
-        self.crash()
-        with contextlib.suppress(FileNotFoundError):
-            present = self.device.read_file(CHECKPOINT)
-            if new == "gone":
-                self.device.unlink(CHECKPOINT)
-            elif new == "old":
-                self.device.replace_file(CHECKPOINT, self.old_checkpoint)
-            elif new == "cut":
-                self.device.replace_file(CHECKPOINT, present[: len(present) // 2])
-            else:
-                self.device.replace_file(CHECKPOINT, noise + present[len(noise) :])
-            self.old_checkpoint = present
-        self.engine = self.open()
 
     @invariant()
     def purged_pages_stay_away(self) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from sglang_tiered.storage.region.device import Device
+from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 CrashMode = Literal["kill", "drop", "torn", "reorder"]
@@ -130,7 +130,7 @@ def _changed(names: Mapping[str, _File], changes: Sequence[_NameChange]) -> dict
     return changed
 
 
-class SimulatedDevice(Device):
+class SimulatedDevice(FileDevice):
     """Starts with ``files``, all durable; thread-safe.
 
     ``power_off_at`` is the number of the change during which the power goes. ``lossy_syncs``

@@ -10,14 +10,14 @@ from typing import Any
 from unittest import mock
 
 from kit.runs import NAMESPACE
-from sglang_tiered.storage.region import RegionEngine, pending, recovery, sync_worker, view, writer
-from sglang_tiered.storage.region.device import Device
+from sglang_tiered.storage.region import RegionEngine, pending, recovery, view, writer
+from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 REGION = 64 * 1024
 
 
-def open_engine(directory: Path, device: Device | None, **changes: Any) -> RegionEngine:
+def open_engine(directory: Path, device: FileDevice | None, **changes: Any) -> RegionEngine:
     """Few threads, small regions, room for everything, and no barrier but those of the test."""
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
@@ -33,21 +33,20 @@ def open_engine(directory: Path, device: Device | None, **changes: Any) -> Regio
 
 @contextlib.contextmanager
 def small_steps() -> Iterator[None]:
-    """Extents of a few pages are hashed and written in several pieces, side by side; pinned pages
-    move tenant by tenant; a start indexes few pages at once, and fingerprints are read in pieces;
-    every barrier writes a checkpoint."""
+    """Extents of a few pages are written in several pieces, their header last; pinned pages
+    move tenant by tenant; a start indexes few pages at once, and fingerprints are read in
+    pieces."""
     with (
         mock.patch.object(pending, "_CHUNK_BYTES", 4 * BLOCK_BYTES),
         mock.patch.object(writer, "MAX_SAVED_BYTES", 1),
         mock.patch.object(view, "_ROWS_AT_ONCE", 3),
         mock.patch.object(recovery, "_PAGES_AT_ONCE", 3),
-        mock.patch.object(sync_worker, "_CHECKPOINT_INTERVAL_S", 0.0),
     ):
         yield
 
 
 @contextlib.contextmanager
-def running(directory: Path, device: Device | None, **changes: Any) -> Iterator[RegionEngine]:
+def running(directory: Path, device: FileDevice | None, **changes: Any) -> Iterator[RegionEngine]:
     """An engine that takes small steps, for as long as the block takes; every thread it started
     must be gone then."""
     before = set(threading.enumerate())

@@ -18,7 +18,6 @@ from sglang_tiered.storage.region import RegionEngine
 Files = dict[str, bytes]
 Workload = Callable[["RegionEngine", Ledger], None]
 
-CHECKPOINT = "CHECKPOINT"
 _NUM_LIVES = 14
 
 
@@ -48,17 +47,12 @@ def found(directory: Path, device: SimulatedDevice, ledger: Ledger, owed: set[by
 def check_after(
     directory: Path, files: Files, ledger: Ledger, owed: set[bytes], *, once: bool = False
 ) -> set[bytes]:
-    """Open what a crash left: twice, and without its checkpoint; or only once."""
+    """Open what a crash left: twice, or only once."""
     device = SimulatedDevice(files)
     first = found(directory, device, ledger, owed)
     if once:
         return first
     assert found(directory, device, ledger, owed) == first, "the second opening found others"
-    if CHECKPOINT in files:
-        without = {name: data for name, data in files.items() if name != CHECKPOINT}
-        assert found(directory, SimulatedDevice(without), ledger, owed) == first, (
-            "the checkpoint decides what is found"
-        )
     return first
 
 
@@ -68,7 +62,7 @@ def owed_after(mode: CrashMode, ledger: Ledger) -> set[bytes]:
 
 def live_below_capacity(directory: Path, seed: int) -> None:
     """Each life opens what the last crash left, stores, and ends at some change. Numbers of regions
-    lost with their names are used again, checkpoints outlive what they describe."""
+    lost with their names are used again."""
     source = random.Random(seed)
     ledger = Ledger()
     files: Files = {}

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kit.clock import Clock
-from kit.runs import blank, make_run, make_soft_run, page_data, soft_encoding
+from kit.runs import blank, make_run, make_soft_run, page_data, select, soft_encoding
 from kit.tiers import close_whole, load, loads, open_region, store
-from kit.waiting import TIMEOUT_S, finished
+from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.codecs import CodecError, PageLayout
 from sglang_tiered.storage.base import Reason, Tier
 from sglang_tiered.storage.encoding import PageEncoding
@@ -134,17 +134,26 @@ def test_pages_are_left_before_a_store_fails(opens: Open, monkeypatch: pytest.Mo
     assert seen == [False]
 
 
-def test_no_encoder_outlives_its_store(opens: Open) -> None:
-    def num_encoders() -> int:
-        return sum(each.name.startswith("tier-encoder") for each in threading.enumerate())
+def test_hanging_reads_hold_up_no_encoding(opens: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or what is being placed would hang with them, which nothing sheds."""
+    encoding, answers = soft_encoding(), threading.Event()
+    engine, run = opens(encoding, num_threads=2), make_soft_run(23, [16_384] * 2)
+    store(engine, run)
+    readv, hanging = engine._device.readv, threading.Semaphore(0)
 
-    engine = opens(soft_encoding())
-    store(engine, make_soft_run(21, [8192]))
-    assert num_encoders() == 4
-    engine.close()
-    assert num_encoders() == 0
-    opens(soft_encoding("none"))
-    assert num_encoders() == 0
+    def hangs(*arguments: Any) -> int:
+        hanging.release()
+        assert answers.wait(TIMEOUT_S)
+        return readv(*arguments)
+
+    monkeypatch.setattr(engine._device, "readv", hangs)
+    reads = [engine.submit_load(blank(select(run, [page]))) for page in range(2)]
+    assert all(hanging.acquire(timeout=TIMEOUT_S) for _ in reads)
+    num_encoded = encoding.stats().num_encoded
+    job = engine.submit_store(make_soft_run(24, [16_384] * 2))
+    eventually(lambda: encoding.stats().num_encoded == num_encoded + 2, "it waits for a reader")
+    answers.set()
+    assert finished(job) == [Reason.OK] * 2
 
 
 @pytest.mark.parametrize(("disk_s", "is_on"), [(0.0001, False), (0.01, True)])

@@ -17,7 +17,6 @@ import os
 import stat
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -40,10 +39,8 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Page
 
 __all__ = [
-    "Device",
     "FileDevice",
     "FileReader",
-    "Files",
     "aligned_buffer",
     "batches",
     "copy_page",
@@ -83,7 +80,7 @@ def copy_page(page: Page, into: memoryview) -> None:
         at += segment.nbytes
 
 
-def write_fully(device: Device, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+def write_fully(device: FileDevice, fd: int, segments: Sequence[memoryview], offset: int) -> int:
     """Write all segments or raise ``OSError``; returns the bytes written."""
     nbytes = sum(segment.nbytes for segment in segments)
     written = device.writev(fd, segments, offset)
@@ -92,77 +89,14 @@ def write_fully(device: Device, fd: int, segments: Sequence[memoryview], offset:
     return nbytes
 
 
-class Files(ABC):
-    """Files of one directory, to be read. Every method may be called from any thread, may block on
-    the disk, and raises ``OSError`` and nothing else. A descriptor belongs to the thread that got
-    it until it passes it to ``close``."""
+class FileReader:
+    """Files of one local directory, which is the same one wherever it is moved, for who looks
+    beside its owner. It reads into aligned memory past the page cache, or drops from that what it
+    read.
 
-    @abstractmethod
-    def list_names(self) -> list[str]:
-        """Return the names in the directory, in no particular order."""
-
-    @abstractmethod
-    def open(self, name: str) -> int:
-        """Open an existing regular file, for writing too where that can be; never follows a
-        symlink."""
-
-    @abstractmethod
-    def readv(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
-        """Fill the segments, in all whole blocks, from ``offset``; fewer bytes at the end."""
-
-    @abstractmethod
-    def read_file(self, name: str) -> bytes:
-        """Read a whole small file; raises ``FileNotFoundError`` where it is missing."""
-
-    @abstractmethod
-    def close(self, fd: int) -> None: ...
-
-
-class Device(Files):
-    """Files of one directory, addressed by name, then by descriptor."""
-
-    @abstractmethod
-    def create(self, name: str, nbytes: int) -> int:
-        """Make a new file with its space reserved; leaves no file behind when it raises."""
-
-    @abstractmethod
-    def is_intact(self, fd: int, nbytes: int) -> bool:
-        """Return false when another process unlinked the file or changed its size."""
-
-    @abstractmethod
-    def writev(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
-        """Write the segments, in all whole blocks, at ``offset``; fewer bytes when interrupted."""
-
-    @abstractmethod
-    def sync(self, fd: int) -> None:
-        """Make the file's data durable."""
-
-    @abstractmethod
-    def sync_directory(self) -> None:
-        """Make names durable."""
-
-    @abstractmethod
-    def replace_file(self, name: str, data: bytes) -> None:
-        """Make ``name`` hold ``data``, durably and in one step: whatever happens, it holds the
-        old or the new bytes."""
-
-    @abstractmethod
-    def file_bytes(self, name: str) -> int:
-        """Return the size of a file, which need not be readable."""
-
-    @abstractmethod
-    def unlink(self, name: str, fd: int | None = None) -> None:
-        """Remove a file; with a descriptor, only the one that it is of. Raises
-        ``FileNotFoundError`` where that is not there."""
-
-    @abstractmethod
-    def free_bytes(self) -> int:
-        """Return how many bytes an unprivileged process could still write to this filesystem."""
-
-
-class FileReader(Files):
-    """Files in a local directory, which is the same one wherever it is moved, for who looks beside
-    its owner. It reads into aligned memory past the page cache, or drops from that what it read."""
+    Every method may be called from any thread, may block on the disk, and raises ``OSError`` and
+    nothing else. A descriptor belongs to the thread that got it until it passes it to ``close``.
+    """
 
     _access = os.O_RDONLY
 
@@ -186,9 +120,12 @@ class FileReader(Files):
         return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
 
     def list_names(self) -> list[str]:
+        """Return the names in the directory, in no particular order."""
         return os.listdir(self._fd)
 
     def open(self, name: str) -> int:
+        """Open an existing regular file, for writing too where that can be; never follows a
+        symlink."""
         mode = self.status(name).st_mode
         if not stat.S_ISREG(mode):  # asked first: opening some device nodes does something
             kind = _KINDS.get(stat.S_IFMT(mode), "a device node")
@@ -203,6 +140,7 @@ class FileReader(Files):
         return regular(fd, name)
 
     def readv(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+        """Fill the segments, in all whole blocks, from ``offset``; fewer bytes at the end."""
         try:
             done = os.preadv(fd, segments, offset)
         except OSError as error:
@@ -218,14 +156,15 @@ class FileReader(Files):
         return done
 
     def read_file(self, name: str) -> bytes:
+        """Read a whole small file; raises ``FileNotFoundError`` where it is missing."""
         return read_small_file(name, self._fd)
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
 
-class FileDevice(FileReader, Device):
-    """Region files, mode 0600, for their owner.
+class FileDevice(FileReader):
+    """Region files, mode 0600, for their owner. Tests have others in its place.
 
     ``direct=None`` probes ``O_DIRECT``; ``False`` forces buffered I/O. The mode is logged once.
     ``lock`` is the descriptor of the directory as it was locked, which stays the caller's; without
@@ -279,6 +218,7 @@ class FileDevice(FileReader, Device):
             os.close(fd)
 
     def create(self, name: str, nbytes: int) -> int:
+        """Make a new file with its space reserved; leaves no file behind when it raises."""
         flags = os.O_CREAT | os.O_EXCL | (_DIRECT if self.direct else 0)
         fd = self._open(name, flags)
         try:
@@ -299,6 +239,7 @@ class FileDevice(FileReader, Device):
         return fd
 
     def is_intact(self, fd: int, nbytes: int) -> bool:
+        """Return false when another process unlinked the file or changed its size."""
         status = os.fstat(fd)
         return status.st_nlink > 0 and status.st_size == nbytes
 
@@ -321,6 +262,7 @@ class FileDevice(FileReader, Device):
         return done
 
     def writev(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+        """Write the segments, in all whole blocks, at ``offset``; fewer bytes when interrupted."""
         self._check_blocks(segments, offset)
         if self._can_pass(segments):
             return _vectored(os.pwritev, fd, segments, offset)
@@ -338,9 +280,11 @@ class FileDevice(FileReader, Device):
         return done
 
     def sync(self, fd: int) -> None:
+        """Make the file's data durable."""
         os.fdatasync(fd)
 
     def sync_directory(self) -> None:
+        """Make names durable."""
         if self._syncs_names and not sync_names(self._fd):
             self._syncs_names = False
             logger.warning(
@@ -350,18 +294,24 @@ class FileDevice(FileReader, Device):
             )
 
     def file_bytes(self, name: str) -> int:
+        """Return the size of a file, which need not be readable."""
         return self.status(name).st_size
 
     def replace_file(self, name: str, data: bytes) -> None:
+        """Make ``name`` hold ``data``, durably and in one step: whatever happens, it holds the
+        old or the new bytes."""
         replace_file(name, data, f"{name}{TEMPORARY_SUFFIX}", self._fd)
         self.sync_directory()
 
     def unlink(self, name: str, fd: int | None = None) -> None:
+        """Remove a file; with a descriptor, only the one that it is of. Raises
+        ``FileNotFoundError`` where that is not there."""
         if fd is not None and not os.path.samestat(self.status(name), os.fstat(fd)):
             raise FileNotFoundError(errno.ENOENT, "another file has its name", name)
         os.unlink(name, dir_fd=self._fd)
 
     def free_bytes(self) -> int:
+        """Return how many bytes an unprivileged process could still write to this filesystem."""
         status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize
 

@@ -45,6 +45,7 @@ from sglang_tiered.storage.region.files import (
     is_shard_file,
     is_shard_name,
     is_tier_file,
+    is_tier_temporary,
 )
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -135,8 +136,9 @@ def refuse_strangers(path: Path) -> None:
 def prepare(path: Path) -> DirectoryState:
     """Make ``path`` a store directory, or refuse as ``inspect`` does; returns what was found.
 
-    Creates it with its parents (mode 0700), writes a missing or damaged manifest, and makes sure
-    that files can be created. The caller holds the directory's lock where the directory exists.
+    Creates it with its parents (mode 0700), writes a missing or damaged manifest, makes sure that
+    files can be created, and removes what a start that died left half written. The caller holds the
+    directory's lock where the directory exists.
     """
     state = inspect(path)
     try:
@@ -144,6 +146,9 @@ def prepare(path: Path) -> DirectoryState:
         # Written even over a valid one: it is the only honest test of a writable directory, as
         # root passes every permission check and a read-only mount fails none of them.
         _write_manifest(path)
+        if state is not DirectoryState.ABSENT:
+            for name in filter(is_tier_temporary, os.listdir(path)):
+                os.unlink(path / name)
     except OSError as error:
         if state is DirectoryState.OURS and error.errno in FULL_ERRNOS:
             return state  # a full disk must not keep a server with a good store from starting

@@ -1,8 +1,8 @@
 """``RegionEngine``: the tier engine over a log of region files.
 
 Threads: one writer places stores in the log, ``num_threads`` others hash them and put them on the
-device and serve loads, which come first, and one syncer makes stores durable. With a codec a few
-more encode, while the writer waits. What they share, and its one lock, is in ``state``.
+device and serve loads, which come first, and one syncer makes stores durable. With a codec those
+encode too. What they share, and its one lock, is in ``state``.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from sglang_tiered.storage.region.format import (
     parse_region_name,
     region_name,
 )
-from sglang_tiered.storage.region.health import Barrier, HealthMonitor
+from sglang_tiered.storage.region.health import HealthMonitor
 from sglang_tiered.storage.region.index import key_words
 from sglang_tiered.storage.region.notes import Notes
 from sglang_tiered.storage.region.part import Common
 from sglang_tiered.storage.region.pending import (
     LoadTicket,
     Note,
-    PinOrder,
+    Order,
     is_encoded,
     page_bytes,
     plan_spans,
@@ -60,11 +60,11 @@ from sglang_tiered.storage.region.pending import (
 from sglang_tiered.storage.region.pins import Pin, PinInfo, PinRefusal
 from sglang_tiered.storage.region.reader import RegionReader
 from sglang_tiered.storage.region.reclaim import CapacityControl, Reclaimer
-from sglang_tiered.storage.region.recovery import recover
+from sglang_tiered.storage.region.recovery import Recovery
 from sglang_tiered.storage.region.regions import Capacity
 from sglang_tiered.storage.region.state import StoreState
 from sglang_tiered.storage.region.store_worker import IoWorker, StoreWorker
-from sglang_tiered.storage.region.sync_worker import SyncWorker
+from sglang_tiered.storage.region.sync_worker import Barrier, SyncWorker
 from sglang_tiered.storage.region.view import RegionView
 from sglang_tiered.storage.region.writer import RegionWriter
 
@@ -74,7 +74,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.encoding import PageEncoding
-    from sglang_tiered.storage.region.device import Device
     from sglang_tiered.storage.region.reader import OwnersMemory
     from sglang_tiered.storage.region.recovery import RecoveryReport
 
@@ -86,6 +85,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_KEYS_AT_ONCE = 4096  # erased under the lock
 
 DEFAULT_REGION_BYTES = 256 << 20
 DEFAULT_QUEUED_STORE_BYTES = 1 << 30
@@ -131,7 +132,7 @@ class RegionEngine(TierEngine):
         max_tenant_bytes: int | None = None,
         pin_share: float = MAX_PIN_SHARE,
         encoding: PageEncoding | None = None,
-        device: Device | None = None,
+        device: FileDevice | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -184,7 +185,9 @@ class RegionEngine(TierEngine):
         workers.start("tier-syncer", SyncWorker(common, barrier, sync_interval_s).run)
         workers.start("tier-io", IoWorker(common, reader, num_threads).run, num_threads)
 
-    def _open(self, device: Device | None, region_bytes: int, num_threads: int) -> RecoveryReport:
+    def _open(
+        self, device: FileDevice | None, region_bytes: int, num_threads: int
+    ) -> RecoveryReport:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -198,15 +201,15 @@ class RegionEngine(TierEngine):
                 lock = self._directory_lock.directory
                 device = self._own_device = FileDevice(self.directory, lock=lock)
             self._device = device
-            report = recover(
+            report = Recovery(
                 self._device,
                 state.namespace,
                 self._capacity.nbytes,
                 state.regions,
                 state.index,
-                max_page_bytes=self._max_page_bytes,
-                num_threads=num_threads,
-            )
+                self._max_page_bytes,
+                num_threads,
+            ).run()
         except OSError as error:
             self._let_go()
             raise _unusable(self.directory, error) from error
@@ -420,7 +423,10 @@ class RegionEngine(TierEngine):
         """Erase as the contract says, under every namespace."""
         if what.is_empty:
             return ended(True)
-        return self._erase(what, [each.id for each in what.pieces] if what.id else (), ())
+        ids = [each.id for each in what.pieces] if what.id else ()
+        *others, last = what.split(_KEYS_AT_ONCE)
+        erased = [self._erase(part, (), ()) for part in others]
+        return all_true([*erased, self._erase(last, ids, ())])
 
     def erase_told(self, what: Erasure, erase: Callable[[Erasure], Future[bool]]) -> Future[bool]:
         """Have ``erase`` erase what another server told, but for the pieces of it that were erased
@@ -534,10 +540,9 @@ class RegionEngine(TierEngine):
         """Have the files of these pins settled; the caller holds the lock."""
         if not names:
             return []
-        order = PinOrder(tuple(names), self._promises.make())
-        self._state.pin_orders.append(order)
-        self._state.store_ready.notify()
-        return [order.durable]
+        durable = self._promises.make()
+        self._state.order(Order(tuple(names), durable))
+        return [durable]
 
     def close(self) -> None:
         """Close as the contract says. I/O that hangs is waited for ``io_timeout_s``, then left to

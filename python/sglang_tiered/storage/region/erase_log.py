@@ -1,11 +1,11 @@
 """The erase log: which pages in the regions are dead, whatever the region files say.
 
 A region is never rewritten, so an erasure notes how far the log of pages reached: of that tenant,
-or under those keys, everything before is dead. Unlike the checkpoint the file ``ERASED`` is the
-truth: without it erased pages would come back. Each erasure appends a record, and is durable once
-that is synced. The head of the file says up to where that is so. A record before it that does not
-verify is damage, and then everything stored until it was found is dead. One behind it is a torn
-append, of which nobody was told.
+or under those keys, everything before is dead. The file ``ERASED`` is the truth: without it what
+was erased would come back. Each erasure appends a record, and is durable once that is synced. The
+head of the file says up to where that is so. A record before it that does not verify is damage, and
+then everything stored until it was found is dead. One behind it is a torn append, of which nobody
+was told.
 
 The file is written anew, in one step, where much of it says what later records say too. What is
 said of a page is dropped only once no region holds such a page.
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sglang_tiered.storage.base import Erasure
-    from sglang_tiered.storage.region.device import Device, Files
+    from sglang_tiered.storage.region.device import FileDevice, FileReader
     from sglang_tiered.storage.region.format import Contents
     from sglang_tiered.storage.region.part import Common
-    from sglang_tiered.storage.region.pending import EraseOrder
+    from sglang_tiered.storage.region.pending import Order
     from sglang_tiered.storage.region.reclaim import Reclaimer
 
 __all__ = [
@@ -385,7 +385,7 @@ def _is_sane(erased: Erased) -> bool:
     )
 
 
-def read(device: Files) -> Erased:
+def read(device: FileReader) -> Erased:
     """Return what the file says. One that is damaged erases everything there is, and says so.
     Raises ``OSError`` for one that cannot be read and for conditions of this process, and
     ``StoreFormatError`` for one of a newer version."""
@@ -403,7 +403,7 @@ def read(device: Files) -> Erased:
     return unpack(data) or Erased(everyone=_EVERYWHERE, damaged=True)
 
 
-def drop_gone(device: Device, erased: Erased) -> None:
+def drop_gone(device: FileDevice, erased: Erased) -> None:
     """Drop what is said of regions whose files are gone, and notes that are of no use any more,
     but not from the file."""
     erased.drop_expired(time.time())
@@ -412,7 +412,7 @@ def drop_gone(device: Device, erased: Erased) -> None:
     erased.drop_before(first)
 
 
-def rewrite(device: Device, erased: Erased) -> int:
+def rewrite(device: FileDevice, erased: Erased) -> int:
     """Replace the file by one that says what must be said; returns its size. Raises ``OSError``:
     what was durable before is then."""
     drop_gone(device, erased)
@@ -442,17 +442,19 @@ class EraseLog(StorePart):
         self._needed_bytes = erased.packed_bytes
         self._state.erased_ids = set(erased.ids)
 
-    def erase(self, orders: Sequence[EraseOrder], bound: Bound) -> bool:
+    def erase(self, orders: Sequence[Order], bound: Bound) -> bool:
         """Erase up to the present end of the log, with nothing under way before it. True when that
         is durable, and all that was asked before."""
         new = Erased()
+        whats = [order.what for order in orders if order.what is not None]
+        for what in whats:
+            new.add(what, bound)
         for order in orders:
-            new.add(order.what, bound)
             new.note(order.ids)
             new.tell(order.notes)
         self._erased.merge(new)
         durable = self._record(new)
-        if any(order.what.is_everything for order in orders):
+        if any(what.is_everything for what in whats):
             with self._state.lock:
                 regions = list(self._state.regions)
             for region in regions:
@@ -537,7 +539,7 @@ class EraseLog(StorePart):
     def sweep(self) -> None:
         """Forget some pages of erased tenants. After the last, regions go that held no others."""
         with self._state.lock:
-            sweeps = self._state.index.tenants.any_dead and not self._state.erase_orders
+            sweeps = self._state.index.tenants.any_dead and not self._state.erases
             is_swept = sweeps and self._state.index.sweep(_SWEPT_ROWS)
         if is_swept and self.is_ours():
             self._reclaimer.remove_useless()

@@ -12,7 +12,7 @@ import re
 from sglang_tiered.storage.region.format import parse_region_name
 
 __all__ = [
-    "CHECKPOINT_NAME",
+    "EARLIER_NAMES",
     "ERASED_NAME",
     "IGNORED_NAMES",
     "LEFTOVER_NAMES",
@@ -31,6 +31,7 @@ __all__ = [
     "is_shard_file",
     "is_shard_name",
     "is_tier_file",
+    "is_tier_temporary",
     "pin_name",
 ]
 
@@ -41,7 +42,6 @@ SHARD_PREFIX = "shard-"
 LOCK_NAME = "LOCK"  # of a shard too
 
 # Of a shard, beside its regions.
-CHECKPOINT_NAME = "CHECKPOINT"
 ERASED_NAME = "ERASED"
 PIN_PREFIX = "PIN-"  # one file for each pin
 PROBE_NAME = "PROBE"
@@ -51,11 +51,14 @@ PAGE_SIZES_NAME = "PAGE-SIZES"
 TEMPORARY_SUFFIX = ".tmp"
 
 NOTE_NAMES = (NAMESPACE_NAME, PAGE_SIZES_NAME)
+EARLIER_NAMES = frozenset({"CHECKPOINT", "CHECKPOINT.tmp"})
+"""Of files that the program wrote before: a start removes them."""
 LEFTOVER_NAMES = frozenset(
     {
         PROBE_NAME,
         LENDING_NAME,
-        *(n + TEMPORARY_SUFFIX for n in (CHECKPOINT_NAME, ERASED_NAME, *NOTE_NAMES)),
+        *(n + TEMPORARY_SUFFIX for n in (ERASED_NAME, *NOTE_NAMES)),
+        *EARLIER_NAMES,
     }
 )
 """Gone from a shard that is closed, unless the process that had it open died in it."""
@@ -66,7 +69,7 @@ _SHARD = re.compile(rf"{SHARD_PREFIX}[A-Za-z0-9._-]+")
 _PIN = re.compile(rf"{PIN_PREFIX}[0-9a-f]{{32}}")
 _TIER_NAMES = frozenset({MANIFEST_NAME, WEIGHTS_NAME, LOCK_NAME})
 _TIER_TEMPORARY = re.compile(rf"({MANIFEST_NAME}|{WEIGHTS_NAME})\.tmp-\d+")
-_SHARD_NAMES = LEFTOVER_NAMES | {LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, *NOTE_NAMES}
+_SHARD_NAMES = LEFTOVER_NAMES | {LOCK_NAME, ERASED_NAME, *NOTE_NAMES}
 
 
 def is_shard_name(name: str) -> bool:
@@ -76,7 +79,12 @@ def is_shard_name(name: str) -> bool:
 
 def is_tier_file(name: str) -> bool:
     """Return whether a file of that name in a tier directory is the product's."""
-    return name in _TIER_NAMES or _TIER_TEMPORARY.fullmatch(name) is not None
+    return name in _TIER_NAMES or is_tier_temporary(name)
+
+
+def is_tier_temporary(name: str) -> bool:
+    """Return whether a process writes a file of a tier directory under that name."""
+    return _TIER_TEMPORARY.fullmatch(name) is not None
 
 
 def is_shard_file(name: str) -> bool:

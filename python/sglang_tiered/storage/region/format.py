@@ -36,7 +36,6 @@ __all__ = [
     "NAMESPACE_BYTES",
     "NONCE_BYTES",
     "PAGE_DTYPE",
-    "CheckpointEntry",
     "Contents",
     "Extent",
     "RegionHeader",
@@ -48,7 +47,6 @@ __all__ = [
     "min_region_bytes",
     "newer_format",
     "other_version",
-    "pack_checkpoint",
     "pack_extent_header",
     "pack_footer",
     "pack_region_header",
@@ -58,7 +56,6 @@ __all__ = [
     "parse_region_name",
     "peek_extent_header_bytes",
     "region_name",
-    "unpack_checkpoint",
     "unpack_extent_header",
     "unpack_footer",
     "unpack_region_header",
@@ -78,7 +75,6 @@ REGION_MAGIC = b"SGLTREGN"
 EXTENT_MAGIC = b"SGLTEXTN"
 FOOTER_MAGIC = b"SGLTFOOT"
 TRAILER_MAGIC = b"SGLTTRLR"
-CHECKPOINT_MAGIC = b"SGLTCHKP"
 
 _REGION = struct.Struct("<8sIIQQ16sQ")  # magic version block_bytes nbytes sequence nonce created
 _EXTENT = struct.Struct("<8sII16sII32s16sQ")  # magic version header_bytes nonce ordinal pages ...
@@ -404,32 +400,3 @@ def unpack_trailer(block: Buffer, nonce: bytes, region_bytes: int) -> Trailer | 
     if nbytes == 0 or nbytes % BLOCK_BYTES or offset + nbytes + BLOCK_BYTES != region_bytes:
         return None
     return Trailer(nonce, num_extents, offset, nbytes)
-
-
-_CHECKPOINT = struct.Struct("<8sIIQ")  # magic version num_regions reserved
-_SYNCED = struct.Struct("<Q16sQ")  # sequence nonce durable_tail
-
-
-class CheckpointEntry(NamedTuple):
-    """What recovery would rather not find out again of one region. ``durable_tail``: all before it
-    was acknowledged and synced. An accelerator, never the truth: without it everything is still
-    found. It counts only for the region of that nonce, not of another time or store."""
-
-    sequence: int
-    nonce: bytes
-    durable_tail: int
-
-
-def pack_checkpoint(entries: Iterable[CheckpointEntry]) -> bytes:
-    rows = [_SYNCED.pack(*entry) for entry in entries]
-    nbytes = _CHECKPOINT.size + len(rows) * _SYNCED.size + CHECKSUM_BYTES
-    return _packed(_CHECKPOINT, CHECKPOINT_MAGIC, nbytes, len(rows), 0, tables=b"".join(rows))
-
-
-def unpack_checkpoint(data: bytes) -> list[CheckpointEntry] | None:
-    """Unpack a checkpoint; ``None`` for bytes that do not verify."""
-    fields, rows = _fields(_CHECKPOINT, CHECKPOINT_MAGIC, data), data[_CHECKPOINT.size :]
-    if fields is None or len(rows) != fields[0] * _SYNCED.size + CHECKSUM_BYTES:
-        return None
-    entries = [CheckpointEntry(*row) for row in _SYNCED.iter_unpack(rows[:-CHECKSUM_BYTES])]
-    return entries if all(entry.durable_tail % BLOCK_BYTES == 0 for entry in entries) else None

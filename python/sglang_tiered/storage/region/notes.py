@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.device import FileDevice
 
 __all__ = ["Notes", "PageSize", "add_page_size", "read_note", "read_page_sizes"]
 
@@ -57,7 +57,7 @@ def read_note(shard: Path, name: str) -> bytes:
 class Notes:
     """Small files of one shard. Any thread; all calls wait for the disk."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: FileDevice) -> None:
         self._device = device
 
     def read(self, name: str) -> bytes:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_tiered.storage.backoff import OnceLog
-    from sglang_tiered.storage.region.device import Device
+    from sglang_tiered.storage.region.device import FileDevice
     from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.regions import Region
     from sglang_tiered.storage.region.state import StoreState
@@ -24,7 +24,7 @@ class Common(NamedTuple):
     """One store's. ``is_held`` asks the filesystem whether its lock still keeps others away."""
 
     directory: Path
-    device: Device
+    device: FileDevice
     health: HealthMonitor
     state: StoreState
     log: OnceLog

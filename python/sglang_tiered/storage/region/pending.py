@@ -11,7 +11,6 @@ from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.storage.region.device import aligned_buffer, batches
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
-    extent_header_bytes,
     pack_extent_header,
     padded,
 )
@@ -25,28 +24,24 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.regions import Region
 
 __all__ = [
-    "EraseOrder",
     "ExtentWrite",
     "LoadSpan",
     "LoadTicket",
     "MAX_EXTENT_BYTES",
     "Note",
     "Part",
-    "Piece",
-    "PinOrder",
+    "Order",
     "StoreTicket",
     "Wanted",
     "hashed_writes",
     "is_encoded",
-    "is_one_write",
     "page_bytes",
-    "packed_header",
     "plan_spans",
     "stored_blocks",
     "stored_bytes",
 ]
 
-MAX_EXTENT_BYTES = 32 << 20  # of payload: to place and publish one takes a millisecond of Python
+MAX_EXTENT_BYTES = 8 << 20  # of payload: one thread hashes and writes it, and others the next
 _CHUNK_BYTES = 2 << 20  # one write: large enough for bandwidth, short enough for a load to wait
 # One read: an eighth of the load, so that all threads share it, but not too little for a request,
 # nor so much that what is read has left the processor's cache before it is verified.
@@ -120,46 +115,22 @@ class Part(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class ExtentWrite:
-    """An extent on its way to the device: hashed and written in pieces, each by whichever extent
-    writer is free, then its header by the one that was last. Guarded by the store's lock, but for
-    ``extent.pages``, of which a piece being hashed owns its rows."""
+    """An extent on its way to the device: hashed and written by whichever thread is free. Guarded
+    by the store's lock, but for the checksums in ``extent.pages``."""
 
     region: Region
     extent: Extent
     ordinal: int
     parts: list[Part]
-    pages: list[Page]  # some with the rest of their last block
+    pages: list[Page]  # some with the rest of their last block; empty once it is let go
     memory_bytes: int  # of the pages as they came
-    pieces: list[Piece] = field(init=False)  # empty once it is let go
-    payload_bytes: int = field(init=False)
-    num_left: int = 0  # pieces that are not done
     done: bool = False  # written, or ``error`` says why not; no thread touches its pages then
     error: OSError | None = None
     num_tries: int = 0
 
-    def __post_init__(self) -> None:
-        self.pieces = _pieces_of(self)
-        self.payload_bytes = sum(piece.num_bytes for piece in self.pieces)
-
     @property
-    def end(self) -> int:
-        """Return where the extent ends in its region."""
-        return self.start + self.payload_bytes
-
-    @property
-    def start(self) -> int:
-        """Return where its first page begins."""
-        return self.extent.offset + extent_header_bytes(len(self.extent.pages))
-
-
-class Piece(NamedTuple):
-    """Pages of an extent to hash and write together."""
-
-    write: ExtentWrite
-    start: int  # row in ``extent.pages``
-    stop: int
-    offset: int  # of its first page behind that of the extent's
-    num_bytes: int  # with padding
+    def payload_bytes(self) -> int:
+        return self.extent.payload_bytes
 
 
 class Wanted(NamedTuple):
@@ -204,69 +175,41 @@ class Note(NamedTuple):
     data: bytes
 
 
-class EraseOrder(NamedTuple):
-    """Make an erasure durable, that it took from pins too, and give back what it frees."""
+class Order(NamedTuple):
+    """Make the files of these pins say what the book of pins says by then. With ``what``, make an
+    erasure durable, which took from those pins, and give back what it frees."""
 
-    what: Erasure
     pins: tuple[str, ...]
-    ids: tuple[int, ...]  # digests of names that it makes known
-    notes: tuple[Note, ...]
     durable: Future[bool]
+    what: Erasure | None = None
+    ids: tuple[int, ...] = ()  # digests of names that it makes known
+    notes: tuple[Note, ...] = ()
 
 
-class PinOrder(NamedTuple):
-    """Make the files of the pins of these names say what the book of pins says by then."""
-
-    names: tuple[str, ...]
-    durable: Future[bool]
-
-
-def _pieces_of(write: ExtentWrite) -> list[Piece]:
-    """Cut an extent's pages into pieces. Pure."""
-    pieces: list[Piece] = []
-    start = offset = nbytes = 0
-    for row, length in enumerate(write.extent.pages["length"].tolist()):
-        nbytes += padded(length)
-        if nbytes >= _CHUNK_BYTES or row + 1 == len(write.pages):
-            pieces.append(Piece(write, start, row + 1, offset, nbytes))
-            start, offset, nbytes = row + 1, offset + nbytes, 0
-    return pieces
-
-
-def hashed_writes(piece: Piece) -> Iterator[tuple[int, list[memoryview]]]:
-    """Enter the checksums of a piece's pages into its extent, then yield what is to be written.
-    These are whole blocks, and where they go in the region; with the header where that is all."""
-    extent = piece.write.extent
-    rows = slice(piece.start, piece.stop)
-    keys, pages = extent.pages["key"][rows].tolist(), piece.write.pages[rows]
-    lengths = extent.pages["length"][rows].tolist()
-    extent.pages["checksum"][rows] = [
+def hashed_writes(write: ExtentWrite) -> Iterator[tuple[int, list[memoryview]]]:
+    """Enter the checksums of an extent's pages, then yield what is to be written: whole blocks, and
+    where they go in the region. The header comes last, or with all pages: where it is found, a
+    death of the process has torn nothing of the extent."""
+    extent = write.extent
+    keys, lengths = extent.pages["key"].tolist(), extent.pages["length"].tolist()
+    extent.pages["checksum"] = [
         page_checksum(extent.namespace, key, stored_bytes(page, length))
-        for key, page, length in zip(keys, pages, lengths, strict=True)
+        for key, page, length in zip(keys, write.pages, lengths, strict=True)
     ]
+    packed = pack_extent_header(extent, write.region.nonce, write.ordinal)
+    header = aligned_buffer(len(packed))
+    header[:] = packed
     segments: list[memoryview] = []
-    for page in pages:
+    for page in write.pages:
         segments.extend(stored_blocks(page, _ZEROS))
-    offset = piece.write.start + piece.offset
-    if is_one_write(piece.write):
-        offset = extent.offset
-        segments.insert(0, packed_header(piece.write))
+    if extent.end - extent.offset <= _CHUNK_BYTES:
+        yield extent.offset, [header, *segments]
+        return
+    offset = extent.offset + len(packed)
     for batch, nbytes in batches(segments, _CHUNK_BYTES):
         yield offset, batch
         offset += nbytes
-
-
-def is_one_write(write: ExtentWrite) -> bool:
-    """Return whether an extent's header goes with its pages, as it is short."""
-    return write.end - write.extent.offset <= _CHUNK_BYTES
-
-
-def packed_header(write: ExtentWrite) -> memoryview:
-    """Return the header of an extent whose pages are hashed."""
-    packed = pack_extent_header(write.extent, write.region.nonce, write.ordinal)
-    header = aligned_buffer(len(packed))
-    header[:] = packed
-    return header
+    yield extent.offset, [header]
 
 
 def plan_spans(wanted: Sequence[Wanted]) -> list[list[Wanted]]:

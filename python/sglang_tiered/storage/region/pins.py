@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import heapq
 import math
 import struct
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from sglang_tiered.storage.region.walk import NOT_A_FILE_ERRNOS, UNREADABLE_ERRN
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from sglang_tiered.storage.region.device import Files
+    from sglang_tiered.storage.region.device import FileReader
 
 __all__ = [
     "MAX_DATA_BYTES",
@@ -56,7 +55,6 @@ MAX_PIN_BYTES = 64 << 20
 MAX_PINS = 1 << 14
 MAX_KEYS = 1 << 20  # of all pins together: about 130 bytes of memory each
 MAX_NOTES_BYTES = 256 << 20  # of the notes of all pins, which lie in memory
-_MAX_GONE = 64  # expiries of pins that are gone, beside one for each that is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,7 @@ class FoundPins(NamedTuple):
     unread: list[str]  # that cannot be read: left alone
 
 
-def read_all(device: Files, names: Iterable[str]) -> FoundPins:
+def read_all(device: FileReader, names: Iterable[str]) -> FoundPins:
     """Read the pins among files of these names. Raises ``OSError`` for conditions of this
     process."""
     found = FoundPins([], [], [], [], [])
@@ -177,7 +175,7 @@ class PinBook:
         self._clock = clock
         self._pins: dict[str, Pin] = {}
         self._holders: dict[bytes, str | set[str]] = {}  # of a page: one name, or several
-        self._expiries: list[tuple[float, str]] = []  # a heap, with those of pins that are gone
+        self._next_expiry_s: float | None = math.inf  # None: to be looked for
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -203,8 +201,7 @@ class PinBook:
                 holders.add(pin.name)
             elif holders != pin.name:
                 self._holders[key] = {holders, pin.name}
-        if pin.until_s is not None:
-            heapq.heappush(self._expiries, (pin.until_s, pin.name))
+        self._next_expiry_s = None
 
     def remove(self, name: str) -> list[bytes]:
         """Take a pin out, if it is there; returns the keys that no other wants."""
@@ -222,10 +219,7 @@ class PinBook:
             else:
                 del self._holders[key]
                 freed.append(key)
-        if len(self._expiries) > 2 * len(self._pins) + _MAX_GONE:
-            times = ((each.until_s, each.name) for each in self._pins.values())
-            self._expiries = [(until, name) for until, name in times if until is not None]
-            heapq.heapify(self._expiries)
+        self._next_expiry_s = None
         return freed
 
     def forget(self, keys: Collection[bytes]) -> list[str]:
@@ -308,10 +302,11 @@ class PinBook:
 
     def expired(self, most: int = MAX_PINS) -> list[str]:
         """Return the names of pins whose time is over, so many at most: they must be removed."""
-        names: dict[str, None] = {}
-        while len(names) < most and self._next_expiry() <= self._clock():
-            names[heapq.heappop(self._expiries)[1]] = None
-        return list(names)
+        now_s = self._clock()
+        if self._next_expiry() > now_s:
+            return []
+        times = ((pin.name, pin.until_s) for pin in self._pins.values())
+        return [name for name, until in times if until is not None and until <= now_s][:most]
 
     def pause_s(self) -> float | None:
         """Return the time until a pin expires, at most a minute, as clocks are set; None where none
@@ -320,11 +315,9 @@ class PinBook:
         return None if first == math.inf else min(max(first - self._clock(), 0.0), 60.0)
 
     def _next_expiry(self) -> float:
-        """Return when the next pin expires, and drop expiries of pins that are gone."""
-        while self._expiries:
-            until, name = self._expiries[0]
-            pin = self._pins.get(name)
-            if pin is not None and pin.until_s == until:
-                return until
-            heapq.heappop(self._expiries)
-        return math.inf
+        """Return when the next pin expires: looked for once after each change, among the few
+        thousand that there may be."""
+        if self._next_expiry_s is None:
+            times = (pin.until_s for pin in self._pins.values())
+            self._next_expiry_s = min((t for t in times if t is not None), default=math.inf)
+        return self._next_expiry_s

@@ -2,18 +2,18 @@
 
 The steps:
 
-1. List the region files and order them by sequence number; read the checkpoint, the erase log
-   and the pins, if there are any.
+1. List the region files and order them by sequence number; read the erase log and the pins, if
+   there are any.
 2. Open each region and read its header. A newer format refuses the store; nothing was touched so
    far.
 3. Remove files whose header does not verify, is of an older format, or is not that of the sequence
    in their name; and pins that do not verify. Leave those that cannot be read where they are.
-4. Remove the oldest regions while the rest exceeds the cap.
+4. Remove the oldest regions while the rest exceeds the cap; sync the names of those left.
 5. Read trailer and footer of each. Where they do not verify or fit, walk the extents from block 1,
-   up to the first that does not verify. Their payloads are read too, but for what the checkpoint
-   says was synced.
-6. Seal a walked region as it now is, or remove it when the walk found nothing. A region of which
-   something could not be read stays as it is and is not reclaimed.
+   up to the first that does not verify. Their payloads are read too.
+6. Seal a walked region as it now is, or remove it when the walk found nothing. One with a damaged
+   page stays open, or a footer would list that. A region of which something could not be read stays
+   as it is and is not reclaimed.
 7. Index the pages of our namespace that were not erased and fit a region of today, oldest region
    first; a key met again points to the later one. Remove a region that was erased altogether.
 
@@ -37,10 +37,7 @@ import numpy as np
 
 from sglang_tiered.storage.region import erase_log, pins
 from sglang_tiered.storage.region.erase_log import Bound, Erased
-from sglang_tiered.storage.region.files import (
-    CHECKPOINT_NAME,
-    ERASED_NAME,
-)
+from sglang_tiered.storage.region.files import EARLIER_NAMES, ERASED_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     FORMAT_VERSION,
@@ -48,7 +45,6 @@ from sglang_tiered.storage.region.format import (
     newer_format,
     parse_region_name,
     region_name,
-    unpack_checkpoint,
 )
 from sglang_tiered.storage.region.regions import Region
 from sglang_tiered.storage.region.walk import (
@@ -65,12 +61,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from sglang_tiered.storage.region.device import Device, Files
+    from sglang_tiered.storage.region.device import FileDevice
     from sglang_tiered.storage.region.index import PageIndex
     from sglang_tiered.storage.region.pins import FoundPins, Pin
     from sglang_tiered.storage.region.regions import RegionTable
 
-__all__ = ["RecoveryReport", "read_checkpoint", "recover"]
+__all__ = ["Recovery", "RecoveryReport"]
 
 logger = logging.getLogger(__name__)
 
@@ -104,68 +100,49 @@ class _FoundRegion:
     region: Region
     contents: Contents | None = None
     is_walked: bool = False  # its footer did not verify
+    bad_rows: list[int] = field(default_factory=list)  # pages that do not verify
+    is_synced: bool = False
     error: OSError | None = None  # of what could not be read
 
 
-def recover(
-    device: Device,
-    namespace: bytes,
-    capacity_bytes: int,
-    regions: RegionTable,
-    index: PageIndex,
-    *,
-    max_page_bytes: int,
-    num_threads: int = 1,
-) -> RecoveryReport:
-    """Fill ``regions`` and ``index``. ``max_page_bytes`` is what a region holds from now on. Raises
-    ``StoreFormatError`` and ``OSError``, in both cases with every descriptor closed again."""
-    recovery = _Recovery(
-        device, namespace, capacity_bytes, max_page_bytes, num_threads, regions, index
-    )
-    try:
-        return recovery.run()
-    except BaseException:
-        for found in recovery.found:
-            _close(device, found.region)
-        raise
-
-
-def read_checkpoint(device: Files) -> dict[tuple[int, bytes], int] | None:
-    """Return the durable tails by sequence and nonce; None when there is no valid checkpoint."""
-    try:
-        entries = unpack_checkpoint(device.read_file(CHECKPOINT_NAME))
-    except OSError:
-        return None
-    return None if entries is None else {entry[:2]: entry.durable_tail for entry in entries}
-
-
 @dataclass(slots=True)
-class _Recovery:
-    device: Device
+class Recovery:
+    """Fills ``regions`` and ``index``, once. ``max_page_bytes`` is what a region holds from now
+    on."""
+
+    device: FileDevice
     namespace: bytes
     capacity_bytes: int
-    max_page_bytes: int
-    num_threads: int
     regions: RegionTable
     index: PageIndex
+    max_page_bytes: int
+    num_threads: int = 1
     report: RecoveryReport = field(default_factory=RecoveryReport)
     found: list[_FoundRegion] = field(default_factory=list)
     useless: list[int] = field(default_factory=list)  # sequences of files to remove
     unread: dict[int, OSError] = field(default_factory=dict)  # sequences of files to leave alone
     unread_bytes: int = 0  # of regions that stay as they are
-    has_durable_names: bool = False
     # On their way into the index: pages, slots, offsets and places of tenants, of some regions.
     pages: list[tuple[npt.NDArray[Any], ...]] = field(default_factory=list)
     num_pages: int = 0
 
     def run(self) -> RecoveryReport:
+        """Raises ``StoreFormatError`` and ``OSError``, in both cases with every descriptor closed
+        again."""
+        try:
+            return self._run()
+        except BaseException:
+            for found in self.found:
+                _close(self.device, found.region)
+            raise
+
+    def _run(self) -> RecoveryReport:
         device, report = self.device, self.report
         # 1
         names = device.list_names()
         numbers = map(parse_region_name, names)
         sequences = sorted(sequence for sequence in numbers if sequence is not None)
         report.next_sequence = sequences[-1] + 1 if sequences else 0
-        known = read_checkpoint(device) or {}
         report.erased = erase_log.read(device)
         found_pins = pins.read_all(device, names)
         report.pins, report.unread_pins = found_pins.pins, found_pins.unread
@@ -174,18 +151,17 @@ class _Recovery:
             # 2
             list(pool.map(self._open, sequences))  # which raises what they do
             self.found.sort(key=lambda found: found.region.sequence)
-            for item in self.found:
-                region = item.region
-                region.durable_tail = known.get((region.sequence, region.nonce), 0)
             # 3
             self._set_unread_aside()
             for sequence in self.useless:
                 _unlink(device, region_name(sequence))
             self._tell_of_pins(found_pins)
-            for name in (*found_pins.damaged, *found_pins.unfinished):
+            earlier = EARLIER_NAMES.intersection(names)
+            for name in (*found_pins.damaged, *found_pins.unfinished, *earlier):
                 _unlink(device, name)
             # 4
             self._shrink()
+            self._sync_names()
             for item in self._read_ahead(pool):  # 5
                 report.num_walked += item.is_walked
                 if item.error is not None:
@@ -194,7 +170,7 @@ class _Recovery:
                 elif item.contents is None:
                     self._remove(item)
                     continue
-                elif item.is_walked:
+                elif item.is_walked and not item.bad_rows:
                     self._seal(item, item.contents)  # 6
                 if item.contents is None:
                     item.contents = Contents.of([])
@@ -317,6 +293,16 @@ class _Recovery:
             self._remove(self.found[0])
             self.report.num_over_cap += 1
 
+    def _sync_names(self) -> None:
+        """Have those survive a loss of power that are left: no region comes while we recover."""
+        try:
+            if self.found:
+                self.device.sync_directory()
+            for item in self.found:
+                item.region.has_name = True
+        except OSError as error:
+            logger.warning("the names of regions could not be synced (%s)", error)
+
     def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator[_FoundRegion]:
         """Yield what was found, oldest first, with its contents, and read some of the next."""
         reading: deque[Future[_FoundRegion]] = deque()
@@ -334,12 +320,10 @@ class _Recovery:
         scan = RegionScan(self.device, region.fd, region.nbytes, region.nonce)
         item.contents = scan.footer()
         if item.contents is None:
-            # The checkpoint speaks of the file as we left it, not of one that was cut since.
-            intact = self.device.is_intact(region.fd, region.nbytes)
             item.is_walked = True
-            contents = scan.walk(region.durable_tail if intact else 0)
+            contents = scan.walk()
             if len(contents.extents):
-                region.tail, item.contents = contents.end, contents
+                region.tail, item.contents, item.bad_rows = contents.end, contents, scan.bad_rows
         item.error = scan.error
         return item
 
@@ -353,10 +337,7 @@ class _Recovery:
             return
         try:
             self.device.sync(region.fd)
-            if not self.has_durable_names:  # none comes while we recover
-                self.device.sync_directory()
-                self.has_durable_names = True
-            region.durable_tail = region.tail
+            item.is_synced = region.has_name
         except OSError as error:
             region.suspect = True
             logger.warning("%s could not be synced (%s)", region.name, error)
@@ -372,15 +353,14 @@ class _Recovery:
         regions.reserve(region.nbytes)
         regions.add(region)
         pages, offsets = contents.pages, contents.page_offsets()
-        if len(pages):
-            region.published_tail = contents.end
         # A killed process may have left what it wrote in a cache: the next sync covers it.
-        region.dirty = region.durable_tail < region.published_tail
+        region.dirty = bool(len(pages)) and not item.is_synced
         ours = np.repeat(contents.of_namespace(self.namespace), num_pages)
         region.num_foreign = int((alive & ~ours).sum())
         self.report.num_foreign_pages += region.num_foreign
         # A larger page could not be written again when its region goes.
         ours &= alive & (pages["length"] <= self.max_page_bytes)
+        ours[item.bad_rows] = False
         names, inverse = _distinct(contents.extents["tenant"])
         payload = np.bincount(inverse, contents.payload_bytes(), len(names))
         for name, nbytes in zip(names, payload.tolist(), strict=True):
@@ -416,12 +396,12 @@ def _distinct(tenants: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[
     return names, inverse
 
 
-def _close(device: Device, region: Region) -> None:
+def _close(device: FileDevice, region: Region) -> None:
     with contextlib.suppress(OSError):
         device.close(region.fd)
 
 
-def _unlink(device: Device, name: str) -> None:
+def _unlink(device: FileDevice, name: str) -> None:
     """Remove a file. One that cannot be removed is skipped: its number is not used again."""
     try:
         device.unlink(name)

@@ -38,8 +38,7 @@ class Region:
     sealed: bool = False  # takes no more extents
     extents: list[Extent] = field(default_factory=list)  # for the footer; emptied by sealing
     num_writing: int = 0  # extents placed and not yet published or failed
-    published_tail: int = 0  # behind the last extent that is visible
-    durable_tail: int = 0  # behind the last extent that survives loss of power
+    has_name: bool = False  # one that survives loss of power, as what was synced then does
     dirty: bool = False  # published since the last sync
     suspect: bool = False  # a sync failed: what it covered may be lost, whatever the next says
     pins: int = 0

@@ -18,12 +18,10 @@ from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.region.index import PageIndex, key_words
 from sglang_tiered.storage.region.pending import (
-    EraseOrder,
     ExtentWrite,
     LoadSpan,
     LoadTicket,
-    Piece,
-    PinOrder,
+    Order,
     StoreTicket,
     Wanted,
     page_bytes,
@@ -79,16 +77,15 @@ class StoreState:
         self.pins = PinBook(pin_bound_bytes, wall_clock)
         self.jobs = JobBook()
         self.stores: deque[StoreTicket] = deque()
-        self.erase_orders: deque[EraseOrder] = deque()  # served ahead of all stores
-        self.pin_orders: deque[PinOrder] = deque()
+        self.orders: deque[Order] = deque()  # served ahead of all stores
         self.placing: list[Part] = []  # taken off the queue, not yet an extent of ``writes``
         self.writes: deque[ExtentWrite] = deque()  # placed extents, in the order of the log
         self.writing_bytes = 0  # payload of ``writes``
-        self.pieces: deque[Piece] = deque()  # of extents, in the order of the log
+        self.to_write: deque[ExtentWrite] = deque()  # those that no thread has begun
+        self.encodings: deque[Callable[[], None]] = deque()  # of the extent being placed
         self.num_writes = 0  # that the device is at
         self.loads: deque[LoadSpan] = deque()
         self.let_go: deque[Region] = deque()  # of loads that were shed: readers unpin them
-        self.to_seal: deque[Region] = deque()
         self.syncs: list[Future[bool]] = []  # of callers that wait for all to be durable
         self.syncing = False  # the syncer is at work and pins regions
         self.any_dirty = False  # some region has been published to since the last sync
@@ -152,7 +149,10 @@ class StoreState:
             self.stores = deque(each for each in self.stores if each not in emptied)
         for ticket in emptied:
             self._finish_if_settled(ticket)
-        self.erase_orders.append(EraseOrder(what, tuple(pins), ids, notes, durable))
+        self.order(Order(tuple(pins), durable, what, ids, notes))
+
+    def order(self, order: Order) -> None:
+        self.orders.append(order)
         self.store_ready.notify()
 
     def _forget(self, ticket: StoreTicket, keys: set[bytes] | None) -> bool:
@@ -272,7 +272,12 @@ class StoreState:
     def next_store(self) -> StoreTicket | None:
         """Return the store whose turn it is; none has it while an erasure waits, as what is stored
         since must lie behind the end of the log that it notes."""
-        return self.stores[0] if self.stores and not self.erase_orders else None
+        return self.stores[0] if self.stores and not self.erases else None
+
+    @property
+    def erases(self) -> bool:
+        """Return whether an erasure waits for the writer."""
+        return any(order.what is not None for order in self.orders)
 
     def queue_store(
         self, job: Job, positions: list[int], lengths: Sequence[int], num_bytes: int
@@ -300,17 +305,16 @@ class StoreState:
         self.queue_write(write)
 
     def queue_write(self, write: ExtentWrite) -> None:
-        """Hand an extent's pieces to the threads that write, for the first time or once more."""
-        write.num_left = len(write.pieces)
+        """Hand an extent to the threads that write, for the first time or once more."""
         write.done = False
         write.error = None
         write.num_tries += 1
-        self.pieces.extend(write.pieces)
-        self.io_ready.notify(len(write.pieces))
+        self.to_write.append(write)
+        self.io_ready.notify()
 
     def finish_write(self, write: ExtentWrite, error: OSError | None) -> None:
         """Note that nothing of the extent is under way; the writer thread settles it."""
-        write.error = write.error or error
+        write.error = error
         write.done = True
         self.store_ready.notify()
 
@@ -322,7 +326,6 @@ class StoreState:
         """Count an extent as under way no longer."""
         self.writes.remove(write)
         self.writing_bytes -= write.payload_bytes
-        write.pieces = []  # which name it: without them it leaves with the last that holds it
 
     def publish(self, write: ExtentWrite) -> None:
         """Make the pages of a written extent visible and settle their stores."""
@@ -365,7 +368,10 @@ class StoreState:
                 self.bytes_stored += num_bytes
             self._settle(part, Reason.OK)
         region.num_writing -= 1
-        region.published_tail = write.end
+        self.note_dirty(region)
+
+    def note_dirty(self, region: Region) -> None:
+        """Have a region synced that was written to."""
         region.dirty = True
         if not self.any_dirty:
             self.any_dirty = True
@@ -378,10 +384,9 @@ class StoreState:
                 self._drop_pending(part.ticket, index)
             self._settle(part, reason)
 
-    def drop_rest(self, ticket: StoreTicket, reason: Reason, keep: int = 0) -> None:
-        """Settle what has no place yet of a store that has left the queue; ``keep`` pages more
-        are still to be placed, of one that has not."""
-        first = ticket.num_placed + keep
+    def drop_rest(self, ticket: StoreTicket, reason: Reason) -> None:
+        """Settle what has no place yet of a store that has left the queue."""
+        first = ticket.num_placed
         for index in range(first, len(ticket.positions)):
             self._drop_pending(ticket, index)
             ticket.job.reasons[ticket.positions[index]] = reason
@@ -478,34 +483,27 @@ class StoreState:
         self.io_ready.notify_all()
 
     def _shed_unbegun_writes(self, reason: Reason) -> None:
-        """Let go of placed extents of which nothing was handed to the device yet. The writer finds
-        them failed, and rewinds the log."""
-        for write in reversed(self.writes):
-            if not self._waits(write):
-                return
-            self.pieces = deque(piece for piece in self.pieces if piece.write is not write)
-            write.pieces, write.pages = [], []
+        """Let go of placed extents of which nothing was handed to the device yet, the last of the
+        log. The writer finds them failed, and rewinds it."""
+        for write in self.to_write:
             self.fail_parts(write.parts, reason)
-            write.parts = []
+            write.parts, write.pages = [], []
             cause = "not written, as the device fails or hangs"
             self.finish_write(write, OSError(errno.ECANCELED, cause))
-
-    def _waits(self, write: ExtentWrite) -> bool:
-        """Return whether no thread is at work on an extent, and nothing of it has been written."""
-        return sum(piece.write is write for piece in self.pieces) == len(write.pieces) > 0
+        self.to_write.clear()
 
     def check_integrity(self) -> None:
         bound = self.pins.bound_bytes
         assert self.index.pinned_bytes <= bound, f"{self.index.pinned_bytes} pinned, bound {bound}"
         writing = sum(write.payload_bytes for write in self.writes)
         assert self.writing_bytes == writing, f"{writing} under way, not {self.writing_bytes}"
-        queued = self.stores or self.erase_orders or self.writes
+        queued = self.stores or self.erases or self.writes
         idle = self.jobs.num_inflight == 0 and not queued
         self.index.check_integrity({region.slot: region.nbytes for region in self.regions})
-        being_let_go = self.to_seal or self.syncing or self.let_go or self.regions.retiring_bytes
+        being_let_go = self.syncing or self.let_go or self.regions.retiring_bytes
         self.regions.check_integrity(idle=idle and not being_let_go)
         if idle:
             assert not self.pending, f"{len(self.pending)} keys pending while idle"
             assert not self.loads, f"{len(self.loads)} spans queued while idle"
-            assert not self.pieces, f"{len(self.pieces)} pieces queued while idle"
+            assert not self.to_write, f"{len(self.to_write)} extents queued while idle"
             assert self.queued_store_bytes == 0, f"{self.queued_store_bytes} bytes queued, idle"

@@ -6,8 +6,8 @@ import contextlib
 import errno
 import functools
 import logging
-import math
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.base import Reason
@@ -16,15 +16,15 @@ from sglang_tiered.storage.promises import keep
 from sglang_tiered.storage.region.device import write_fully
 from sglang_tiered.storage.region.format import padded
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.pending import hashed_writes, is_one_write, packed_header
+from sglang_tiered.storage.region.pending import hashed_writes
 from sglang_tiered.storage.region.pins import file_of, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sglang_tiered.storage.region.erase_log import EraseLog
     from sglang_tiered.storage.region.part import Common
-    from sglang_tiered.storage.region.pending import ExtentWrite, LoadSpan, Piece, StoreTicket
+    from sglang_tiered.storage.region.pending import ExtentWrite, LoadSpan, StoreTicket
     from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.reclaim import CapacityControl, Reclaimer
     from sglang_tiered.storage.region.writer import RegionWriter
@@ -55,6 +55,7 @@ class StoreWorker(StorePart):
         self._reclaimer = reclaimer
         self._erase_log = erase_log
         self._pin_files = PinFiles(common, reclaimer)
+        self._head: StoreTicket | None = None  # that is being placed
         self._out_of_space = False  # nothing can be placed until what is written is settled
 
     def run(self) -> None:
@@ -71,17 +72,23 @@ class StoreWorker(StorePart):
             self._state.io_ready.notify_all()
 
     def _step(self) -> bool:
-        """Do one thing; false when there is nothing left to do."""
+        """Do one thing; false when there is nothing left to do. Where it fails the store goes that
+        it was about, or it would fail for ever."""
+        state, self._head = self._state, None
         try:
             self._erase_log.sweep()  # a little at a time, as stores wait
             return self._serve()
         except OSError as error:
-            self._drop_first(self._failed(error))
+            reason = self._failed(error)
         except Exception:
             logger.exception(
                 "%s: internal error while storing pages; they are dropped", self._directory
             )
-            self._drop_first(Reason.IO_ERROR)
+            reason = Reason.IO_ERROR
+        with state.lock:
+            if self._head is not None and state.next_store is self._head:
+                state.stores.popleft()
+                state.drop_rest(self._head, reason)
         return True
 
     def _serve(self) -> bool:
@@ -91,69 +98,44 @@ class StoreWorker(StorePart):
             while True:
                 written = bool(state.writes) and state.writes[0].done
                 pause_s = state.pins.pause_s()
-                has_pins = state.pin_orders or pause_s == 0.0
+                # An erasure means what is in the log by then, with nothing under way.
+                may_obey = state.orders and not (state.erases and state.writes)
                 # What was hot in a region that went is written before another goes, not held.
                 is_saving = bool(state.stores) and state.stores[0].reinserted
-                is_free = not (state.closed or state.erase_orders or is_saving)
+                is_free = not (state.closed or state.erases or is_saving)
                 shrinks = self._capacity.is_due and is_free
-                if has_pins or shrinks:
+                if may_obey or pause_s == 0.0 or shrinks:
                     break
                 if written or self._may_place():
                     break
                 if state.index.tenants.any_dead:
                     state.store_ready.wait(_SWEEP_PAUSE_S)
                     return True
-                if state.closed and not (state.stores or state.erase_orders or state.writes):
+                if state.closed and not (state.stores or state.orders or state.writes):
                     return False
                 state.store_ready.wait(pause_s)
-            has_erasures = bool(state.erase_orders)
-        if has_pins:
-            self._settle_pins()
+        if may_obey or pause_s == 0.0:
+            self._obey()
         elif written:
             self._settle(state.writes[0])
         elif shrinks:
             self._capacity.step()
-        elif has_erasures:
-            self._erase()
         else:
             self._place()
         return True
 
-    def _settle_pins(self) -> None:
-        """Make the files of pins say what their book says, without those whose time is over."""
-        state = self._state
-        with state.lock:
-            expired = tuple(state.expire())
-            orders = list(state.pin_orders)
-            state.pin_orders.clear()
-        try:
-            is_ours = self.is_ours()
-            if expired and is_ours:
-                self._pin_files.settle(expired)
-            while orders and is_ours:
-                keep(orders[0].durable, self._pin_files.settle(orders[0].names))
-                del orders[0]
-        except Exception:
-            logger.exception("%s: internal error while writing pins", self._directory)
-        finally:
-            for order in orders:
-                keep(order.durable, False)
-
     def _may_place(self) -> bool:
-        """Return whether erasures, or else the next store, may be served now. The caller holds the
-        lock."""
+        """Return whether the next store may be served now. The caller holds the lock."""
         state = self._state
-        if state.erase_orders or (state.stores and self._out_of_space):
-            return not state.writes
-        if not state.stores:
+        if state.next_store is None:
             return False
-        return state.writing_bytes < _MAX_WRITING_BYTES
+        return not state.writes if self._out_of_space else state.writing_bytes < _MAX_WRITING_BYTES
 
     def _place(self) -> None:
         state = self._state
         is_ours = self.is_ours()
         with state.lock:
-            head = state.next_store
+            head = self._head = state.next_store
             if head is None:
                 return
             reason = None
@@ -178,35 +160,24 @@ class StoreWorker(StorePart):
             self._out_of_space = True
 
     def _has_share(self, head: StoreTicket) -> bool:
-        """Make room for a store within its tenant's share, at the tenant's own cost, or drop what
-        is beyond it. False when nothing is left of it."""
+        """Make room for a page within its tenant's share, at the tenant's own cost, or drop the
+        rest of its store. False when that cannot be placed now."""
         state = self._state
         while True:
             with state.lock:
                 if state.next_store is not head:
                     return False  # shed or erased meanwhile
-                left = self._writer.share_left(head)
-                if left == math.inf:
+                if padded(head.length(head.num_placed)) <= self._writer.share_left(head):
                     return True
-                keep = nbytes = 0
-                for index in range(head.num_placed, len(head.positions)):
-                    nbytes += padded(head.length(index))
-                    if nbytes > left:
-                        break
-                    keep += 1
-            if keep == head.num_left:
-                return True
             if not self._evict_own(head.tenant):
                 break
             if self._out_of_space:
                 return False  # what is pinned goes behind what is being written
         with state.lock:
-            if state.next_store is not head:
-                return False
-            if not keep:
+            if state.next_store is head:
                 state.stores.popleft()
-            state.drop_rest(head, Reason.OVER_SHARE, keep)
-        return keep > 0
+                state.drop_rest(head, Reason.OVER_SHARE)
+        return False
 
     def _evict_own(self, tenant: bytes) -> bool:
         """Evict a region of a tenant, unless ``_out_of_space`` says afterwards that it must wait;
@@ -231,7 +202,7 @@ class StoreWorker(StorePart):
             return
         with state.lock:
             state.publish(write)
-            self._writer.settled(write)
+        self._writer.settled(write)
         self._health.stores.succeed()
         self._log.settle("store")
         self._log.settle("space")
@@ -247,7 +218,7 @@ class StoreWorker(StorePart):
         if is_full and self._reclaimer.evict_one():
             with state.lock:
                 for write in failed:
-                    if write.error is not None and write.pieces:
+                    if write.error is not None and write.pages:
                         state.queue_write(write)
             return
         withdrawn = error.errno == errno.ECANCELED  # by ``StoreState.shed``; nothing was tried
@@ -272,32 +243,33 @@ class StoreWorker(StorePart):
         )
         return Reason.IO_ERROR
 
-    def _drop_first(self, reason: Reason) -> None:
+    def _obey(self) -> None:
+        """Serve all orders that wait, and take out the pins whose time is over."""
         state = self._state
         with state.lock:
-            head = state.next_store
-            if head is not None:
-                state.stores.popleft()
-                state.drop_rest(head, reason)
-
-    def _erase(self) -> None:
-        """Serve all erasures that wait together, with nothing under way: the log's end is where
-        what is meant ends."""
-        state = self._state
-        with state.lock:
-            orders = list(state.erase_orders)
-            state.erase_orders.clear()
-        durable = False
+            names = state.expire()
+            orders = []
+            if not (state.erases and state.writes):
+                orders, state.orders = list(state.orders), deque()
+        names += [name for order in orders for name in order.pins]
+        erasing = [order for order in orders if order.what is not None]
         try:
-            if self.is_ours():
-                bound = self._writer.log_end()
-                if any(order.what.is_everything for order in orders):
-                    self._writer.abandon()
-                self._pin_files.settle(tuple(name for order in orders for name in order.pins))
-                durable = self._erase_log.erase(orders, bound) and self._pin_files.is_settled
+            if not self.is_ours():
+                return
+            # The log's end is where what is meant ends.
+            bound = self._writer.log_end() if erasing else None
+            if any(order.what is not None and order.what.is_everything for order in erasing):
+                self._writer.abandon()
+            self._pin_files.settle(names)
+            is_erased = bound is not None and self._erase_log.erase(erasing, bound)
+            for order in orders:
+                if order.what is None:
+                    keep(order.durable, self._pin_files.has_settled(order.pins))
+                else:
+                    keep(order.durable, is_erased and self._pin_files.is_settled)
         finally:
             for order in orders:
-                keep(order.durable, durable)
+                keep(order.durable, False)
 
 
 class PinFiles(StorePart):
@@ -314,9 +286,13 @@ class PinFiles(StorePart):
         """Return whether all that was ever asked is durable."""
         return not self._unsettled
 
-    def settle(self, names: tuple[str, ...]) -> bool:
-        """Write the pins of these names, or remove the files of those that are gone; true when that
-        is durable. What failed before is tried again."""
+    def has_settled(self, names: Sequence[str]) -> bool:
+        """Return whether what was asked of these pins is durable."""
+        return self._unsettled.isdisjoint(names)
+
+    def settle(self, names: Sequence[str]) -> None:
+        """Write the pins of these names, or remove the files of those that are gone. What failed
+        before is tried again."""
         self._unsettled.update(names)
         failed: set[str] = set()
         failure: OSError | None = None
@@ -345,7 +321,6 @@ class PinFiles(StorePart):
                 self._directory,
                 failure,
             )
-        return self._unsettled.isdisjoint(names)
 
     def _settle(self, name: str) -> bool:
         """Returns whether the directory must be synced: its file was removed, now or before."""
@@ -361,8 +336,8 @@ class PinFiles(StorePart):
 
 
 class IoWorker(StorePart):
-    """Carries out loads, and hashes and writes pieces of extents: each of ``num_threads`` threads
-    runs ``run`` of the same worker. Loads come first, and one thread is left to them."""
+    """Carries out loads, encodes pages, and hashes and writes extents: each of ``num_threads``
+    threads runs ``run`` of the same worker. Loads come first, and one thread is left to them."""
 
     def __init__(self, common: Common, reader: RegionReader, num_threads: int) -> None:
         super().__init__(common)
@@ -389,40 +364,30 @@ class IoWorker(StorePart):
             return functools.partial(self.unpin, state.let_go.popleft())
         if state.loads:
             return functools.partial(self._reader.load, state.loads.popleft())
-        if state.pieces and self._num_writing < self._max_writing:
+        if self._num_writing < self._max_writing and (state.encodings or state.to_write):
             self._num_writing += 1
-            return functools.partial(self._write, state.pieces.popleft())
+            if state.encodings:
+                return functools.partial(self._store, state.encodings.popleft())
+            write = functools.partial(self._write, state.to_write.popleft())
+            return functools.partial(self._store, write)
         return None
 
-    def _write(self, piece: Piece) -> None:
+    def _store(self, work: Callable[[], None]) -> None:
         try:
-            self._write_piece(piece)
+            work()
         finally:
             with self._state.lock:
                 self._num_writing -= 1
 
-    def _write_piece(self, piece: Piece) -> None:
-        """Write pages, and the extent's header behind the last of them: where it is found, a death
-        of the process has torn nothing of the extent."""
-        state, write = self._state, piece.write
+    def _write(self, write: ExtentWrite) -> None:
         error = None
         try:
-            for offset, segments in hashed_writes(piece):
+            for offset, segments in hashed_writes(write):
                 self._put(write, segments, offset)
         except Exception as failure:
             error = failure if isinstance(failure, OSError) else _internal(failure)
-        with state.lock:
-            write.error = write.error or error
-            write.num_left -= 1
-            if write.num_left:
-                return
-        if write.error is None and not is_one_write(write):
-            try:
-                self._put(write, [packed_header(write)], write.extent.offset)
-            except Exception as failure:
-                error = failure if isinstance(failure, OSError) else _internal(failure)
-        with state.lock:
-            state.finish_write(write, error)
+        with self._state.lock:
+            self._state.finish_write(write, error)
 
     def _put(self, write: ExtentWrite, segments: list[memoryview], offset: int) -> None:
         written = 0

@@ -1,31 +1,67 @@
-"""What the syncer thread does: makes what is published durable, beside the stores.
+"""What the syncer thread does: makes what is published durable, beside the stores. And the barrier
+that every sync passes.
 
-Durable means against loss of power; death of the process loses nothing that was written. Sealing,
-periodic syncs, barriers and checkpoints all happen here, so the writer never waits for a flush.
+Durable means against loss of power; death of the process loses nothing that was written. Periodic
+syncs and barriers happen here, so the writer never waits for a flush.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING
 
 from sglang_tiered.storage.promises import keep
-from sglang_tiered.storage.region.files import CHECKPOINT_NAME
-from sglang_tiered.storage.region.format import CheckpointEntry, Contents, pack_checkpoint
 from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.writer import write_footer
 
 if TYPE_CHECKING:
-    from sglang_tiered.storage.region.health import Barrier
+    from collections.abc import Iterable
+
+    from sglang_tiered.storage.region.device import FileDevice
+    from sglang_tiered.storage.region.health import HealthMonitor
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.regions import Region
 
-__all__ = ["SyncWorker"]
+__all__ = ["Barrier", "SyncWorker"]
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINT_INTERVAL_S = 30.0
+
+class Barrier:
+    """Syncs for every thread of a store. After a failed sync the next one succeeds, and what the
+    first lost stays lost: its region is ``suspect`` from then on, and is never durable again."""
+
+    def __init__(self, device: FileDevice, health: HealthMonitor) -> None:
+        self._device = device
+        self._health = health
+        # The system tells a failure to one of two that sync a file at once.
+        self._lock = threading.Lock()
+
+    def sync(self, region: Region) -> None:
+        """Make all that was written to a region durable. Raises ``OSError``, also for a region
+        whose sync has failed before."""
+        with self._lock:
+            if region.suspect:
+                raise OSError(errno.EIO, f"a sync of {region.name} has failed before")
+            try:
+                with self._health.watch():
+                    self._device.sync(region.fd)
+            except OSError:
+                region.suspect = True
+                raise
+
+    def sync_names(self, regions: Iterable[Region]) -> None:
+        """Make durable which files there are, those of these regions among them. Raises
+        ``OSError``."""
+        try:
+            with self._health.watch():
+                self._device.sync_directory()
+        except OSError:
+            for region in regions:
+                region.suspect = region.suspect or not region.has_name
+            raise
 
 
 class SyncWorker(StorePart):
@@ -37,8 +73,6 @@ class SyncWorker(StorePart):
         super().__init__(common)
         self._barrier = barrier
         self._interval_s = interval_s
-        self._checkpoint_at = time.monotonic() + _CHECKPOINT_INTERVAL_S
-        self._due: float | None = None  # when what is dirty must be synced
 
     def run(self) -> None:
         """Sync until the store is closed and all that was written is sealed."""
@@ -49,88 +83,66 @@ class SyncWorker(StorePart):
         """Wait for work and do it; false when it was the last."""
         state = self._state
         with state.lock:
-            last, due = self._wait()
-            seals = [region for region in state.to_seal if not region.retired]
-            state.to_seal.clear()
+            last = self._wait()
             orders, state.syncs = state.syncs, []
-            dirty = [region for region in state.regions if region.dirty] if due else []
-            tails = {region: region.published_tail for region in dirty if not region.suspect}
-            state.any_dirty = state.any_dirty and not due
+            dirty = [region for region in state.regions if region.dirty]
+            state.any_dirty = False
             state.syncing = True
             for region in dirty:
                 region.dirty = False
-            busy = set(seals) | set(dirty)
-            for region in busy:
                 region.syncing = True
                 state.regions.pin(region)
         durable = False
         try:
-            for region in seals:
-                self._seal(region)
-            durable = self._sync_all(tails)
+            durable = self._sync_all([region for region in dirty if not region.suspect])
         except Exception:
-            self._fault("syncing")
+            logger.exception(
+                "%s: internal error while syncing; lookups miss for a while, and it is tried again",
+                self._directory,
+            )
+            self._health.fault("internal error while syncing")
             with state.lock:
-                for region in seals:
-                    region.extents = []
-                for region in busy:  # next time
+                for region in dirty:  # next time
                     region.dirty = state.any_dirty = True
-        for region in busy:
+        for region in dirty:
             with state.lock:
                 region.syncing = False
             self.unpin(region)
-        try:
-            if due:
-                self._checkpoint(last=last)
-        except Exception:
-            self._fault("writing a checkpoint")
         with state.lock:
             state.syncing = False
         for order in orders:
             keep(order, durable)
         return not last
 
-    def _fault(self, what: str) -> None:
-        logger.exception(
-            "%s: internal error while %s; lookups miss for a while, and it is tried again",
-            self._directory,
-            what,
-        )
-        self._health.fault(f"internal error while {what}")
-
-    def _wait(self) -> tuple[bool, bool]:
-        """Wait for something to do; returns whether it is the last, and whether it is time to sync.
-        Footers alone are written as they come: a flush for each would hold the writes up. The
-        caller holds the lock."""
+    def _wait(self) -> bool:
+        """Wait until it is time to sync; returns whether it is the last time. The caller holds the
+        lock."""
         state = self._state
-        while True:
-            if state.written_all:
-                return True, True
+        due: float | None = None
+        while not state.written_all and not state.syncs:
             now = time.monotonic()
             if not state.any_dirty:
-                self._due = None
-            elif self._due is None:
-                self._due = now + self._interval_s
-            if state.syncs or (self._due is not None and now >= self._due):
-                self._due = None
-                return False, True
-            if state.to_seal:
-                return False, False
-            state.sync_ready.wait(None if self._due is None else self._due - now)
+                due = None
+            elif due is None:
+                due = now + self._interval_s
+            elif now >= due:
+                break
+            state.sync_ready.wait(None if due is None else due - now)
+        return state.written_all
 
-    def _sync_all(self, tails: dict[Region, int]) -> bool:
+    def _sync_all(self, regions: list[Region]) -> bool:
         """Sync the regions and their names; true when all that is published is durable now."""
         state = self._state
         failure: OSError | None = None
         synced = []
-        for region in tails:
+        for region in regions:
             try:
                 self._barrier.sync(region)
                 synced.append(region)
             except OSError as error:
                 failure = error
         names_synced = True
-        if tails:
+        if regions:
             try:
                 self._barrier.sync_names(synced)
             except OSError as error:
@@ -138,7 +150,7 @@ class SyncWorker(StorePart):
         with state.lock:
             for region in synced:
                 if names_synced:
-                    region.durable_tail = max(region.durable_tail, tails[region])
+                    region.has_name = True
                 elif not region.suspect:
                     region.dirty = state.any_dirty = True
             any_suspect = any(r.suspect and state.index.num_live(r.slot) for r in state.regions)
@@ -151,40 +163,6 @@ class SyncWorker(StorePart):
                 self._directory,
                 failure,
             )
-        elif tails:
+        elif regions:
             self._log.settle("sync")
         return failure is None and not any_suspect
-
-    def _seal(self, region: Region) -> None:
-        """Write the footer, unless what it would list may be lost. Without one the region is
-        served all the same, and the next recovery walks it."""
-        contents = Contents.of(region.extents)
-        written = 0
-        try:
-            if not region.suspect:
-                with self._health.watch():
-                    written = write_footer(self._device, region, contents)
-        except OSError as error:
-            logger.warning(
-                "%s could not be sealed (%s); the next start walks it",
-                self._directory / region.name,
-                error,
-            )
-        with self._state.lock:
-            region.extents = []
-            region.dirty = self._state.any_dirty = True
-            self._state.bytes_written += written
-
-    def _checkpoint(self, *, last: bool) -> None:
-        now = time.monotonic()
-        if not last and now < self._checkpoint_at:
-            return
-        self._checkpoint_at = now + _CHECKPOINT_INTERVAL_S
-        with self._state.lock:
-            data = pack_checkpoint(
-                CheckpointEntry(r.sequence, r.nonce, r.durable_tail) for r in self._state.regions
-            )
-        try:
-            self.replace(CHECKPOINT_NAME, data)
-        except OSError as error:
-            logger.debug("%s: no checkpoint (%s)", self._directory, error)

@@ -35,7 +35,7 @@ from sglang_tiered.storage.region.format import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from sglang_tiered.storage.region.device import Device, Files
+    from sglang_tiered.storage.region.device import FileDevice, FileReader
     from sglang_tiered.storage.region.format import RegionHeader, Trailer
     from sglang_tiered.storage.region.regions import Region
 
@@ -74,7 +74,7 @@ def persist(read: Callable[[], _T]) -> _T:
     return read()
 
 
-def read_run(device: Files, fd: int, buffer: memoryview, offset: int) -> bool:
+def read_run(device: FileReader, fd: int, buffer: memoryview, offset: int) -> bool:
     """Fill the buffer; false where the file ends before. Raises ``OSError`` for what cannot be
     read, however often it is tried."""
     return persist(lambda: device.readv(fd, [buffer], offset)) == buffer.nbytes
@@ -98,7 +98,7 @@ class RegionScan:
 
     def __init__(
         self,
-        device: Files,
+        device: FileReader,
         fd: int,
         nbytes: int,
         nonce: bytes = b"",
@@ -116,6 +116,7 @@ class RegionScan:
         self.is_new = False  # nothing was written to it so far
         self.is_sealed = False  # its trailer verifies
         self.torn_bytes = 0  # behind what was found: placed, and not verifying
+        self.bad_rows: list[int] = []  # pages of what was walked that do not verify
         self.problems: list[Problem] = []
         self.error: OSError | None = None
 
@@ -158,16 +159,16 @@ class RegionScan:
         self.nbytes, self.nonce = header.nbytes, header.nonce
         return header
 
-    def read_contents(self, durable_tail: int, *, full: bool) -> Contents:
+    def read_contents(self, *, full: bool) -> Contents:
         """Return what the footer lists, or else the extents that are found; ``full`` checks all of
-        them, and every page. Behind ``durable_tail`` only what was sealed had been written."""
+        them, and every page."""
         if self.nbytes != self.file_bytes:
             what = f"has {self.file_bytes} bytes, should {self.nbytes}"
             self.report("file", 0, self.file_bytes, what)
         contents = self.footer()
         if contents is None:
             was_sealed = self.is_sealed or any(p.part == "trailer" for p in self.problems)
-            return self.walk(durable_tail, self.file_bytes if was_sealed else 0, full=full)
+            return self.walk(was_sealed=was_sealed, full=full)
         if full:
             self._check(contents)
         return contents
@@ -219,30 +220,32 @@ class RegionScan:
             return None
         return contents
 
-    def walk(self, durable_tail: int, written_tail: int = 0, *, full: bool = False) -> Contents:
+    def walk(self, *, was_sealed: bool = False, full: bool = False) -> Contents:
         """Find the extents by their headers, up to the first that does not verify.
 
-        Those before ``written_tail`` had been written, all before ``durable_tail`` was synced:
-        the payloads of these are read with ``full`` only, as every load verifies its page anyway.
+        The payloads are read too, but of what ``was_sealed``, and so was written, with ``full``
+        only. Where the last extent has a page that does not verify, it is torn, and left out. Of
+        one that another follows, such pages are damage: ``bad_rows`` says which, among all that are
+        found.
         """
-        written_tail = max(written_tail, durable_tail)
         extents: list[Extent] = []
-        tail = BLOCK_BYTES
-        while isinstance(found := self.extent_at(tail, len(extents)), Extent):
-            written = found.end <= written_tail
-            if not written and not self._is_intact(found):
+        tail, num_pages = BLOCK_BYTES, 0
+        found = self.extent_at(tail, 0)
+        while isinstance(found, Extent):
+            following = self.extent_at(found.end, len(extents) + 1)
+            bad = [] if was_sealed and not full else self.bad_pages(found, gives_up=not full)
+            if bad and not was_sealed and (self.error or not isinstance(following, Extent)):
                 self.torn_bytes = found.end - found.offset
-                break
-            if written and full:
-                self.report_pages(len(extents), found, self.bad_pages(found))
+                return Contents.of(extents)
+            self.report_pages(len(extents), found, bad)
+            self.bad_rows += [num_pages + position for position in bad]
             extents.append(found)
-            tail = found.end
-        else:
-            if tail < durable_tail or (found and (tail < written_tail or found == UNREADABLE)):
-                what = f"header {found or 'is missing'}; what lies behind it cannot be found"
-                self.report("extent", tail, max(durable_tail - tail, 0), what, len(extents))
-            elif found:
-                self.torn_bytes = BLOCK_BYTES
+            tail, num_pages, found = found.end, num_pages + len(found.pages), following
+        if found and (was_sealed or found == UNREADABLE):
+            what = f"header {found}; what lies behind it cannot be found"
+            self.report("extent", tail, 0, what, len(extents))
+        elif found:
+            self.torn_bytes = BLOCK_BYTES
         return Contents.of(extents)
 
     def extent_at(self, offset: int, ordinal: int) -> Extent | str | None:
@@ -259,22 +262,18 @@ class RegionScan:
         extent = unpack_extent_header(self._header[:nbytes], offset, self.nonce, ordinal)
         return "does not verify" if extent is None or extent.end >= self.nbytes else extent
 
-    def bad_pages(self, extent: Extent) -> list[int]:
-        """Return the positions of the pages whose bytes do not verify."""
-        return list(_bad_pages(self.read, extent, self._window))
-
-    def _is_intact(self, extent: Extent) -> bool:
-        """Return whether all its pages verify; looks no further than the first read that fails, as
-        a device may take seconds for each."""
-        is_failing = False
+    def bad_pages(self, extent: Extent, *, gives_up: bool = False) -> list[int]:
+        """Return the positions of the pages whose bytes do not verify. One that ``gives_up`` looks
+        no further than the first read that fails, as a device may take seconds for each."""
+        has_failed = False
 
         def read(offset: int, buffer: memoryview) -> memoryview | None:
-            nonlocal is_failing
-            found = None if is_failing else self.read(offset, buffer)
-            is_failing = found is None
+            nonlocal has_failed
+            found = None if has_failed and gives_up else self.read(offset, buffer)
+            has_failed = has_failed or found is None
             return found
 
-        return next(_bad_pages(read, extent, self._window), None) is None
+        return list(_bad_pages(read, extent, self._window))
 
     def read(self, offset: int, buffer: memoryview) -> memoryview | None:
         """Fill the buffer with whole blocks; None if they are damaged or missing."""
@@ -350,7 +349,7 @@ def _bad_pages(
             yield index
 
 
-def all_contents(device: Device, region: Region, extents: Sequence[Extent]) -> Contents | None:
+def all_contents(device: FileDevice, region: Region, extents: Sequence[Extent]) -> Contents | None:
     """Return all that a start may find in a region, ``extents`` while it has no footer. None where
     more may be there than is known: what could not be read, or a write that failed half-way."""
     if region.kept:

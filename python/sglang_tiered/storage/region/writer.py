@@ -11,12 +11,12 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
+import logging
 import math
 import os
 import time
 from collections import deque
-from concurrent.futures import Future, wait
-from queue import SimpleQueue
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +24,6 @@ import numpy as np
 from sglang_tiered.codecs.encoded import spread
 from sglang_tiered.storage.base import NO_TENANT, Reason
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
-from sglang_tiered.storage.jobs import Workers
 from sglang_tiered.storage.region.device import aligned_buffer, write_fully
 from sglang_tiered.storage.region.erase_log import Bound
 from sglang_tiered.storage.region.format import (
@@ -50,76 +49,34 @@ from sglang_tiered.storage.region.reclaim import MAX_SAVED_BYTES
 from sglang_tiered.storage.region.regions import Capacity, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.encoding import PageEncoding
-    from sglang_tiered.storage.region.device import Device
-    from sglang_tiered.storage.region.health import Barrier
+    from sglang_tiered.storage.region.device import FileDevice
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import StoreTicket
     from sglang_tiered.storage.region.reclaim import Reclaimer
+    from sglang_tiered.storage.region.sync_worker import Barrier
 
     Stored = list[tuple[Page, int]]
-    Share = tuple[Callable[[], Stored], Future[Stored]]
 
-__all__ = ["Encoders", "RegionWriter", "write_footer"]
+__all__ = ["RegionWriter", "write_footer"]
 
-_NUM_THREADS = 4  # an extent has as many pages of 8 MiB
-_JOIN_TIMEOUT_S = 10.0  # of threads that have nothing to do
+logger = logging.getLogger(__name__)
 
-
+_NUM_SHARES = 4  # of an extent to encode: it has as many pages of 8 MiB
 _MAX_WRITE_FAILURES = 3
 
 
-class Encoders:
-    """The threads that encode the pages of an extent, into memory that direct I/O takes. They
-    encode for one thread, which waits.
-
-    Threads of the store, not a pool of ``concurrent.futures``: that takes nothing once the
-    interpreter ends, and a server that closes its store at exit still stores what is queued.
-    """
-
-    def __init__(self, encoding: PageEncoding) -> None:
-        self._encoding = encoding
-        self._shares: SimpleQueue[Share | None] = SimpleQueue()
-        self._workers = Workers()
-        self._workers.start("tier-encoder", self._run, _NUM_THREADS)
-
-    def encode(self, pages: list[Page], *, is_full: bool) -> Stored:
-        """Return what to store of pages, and of how many bytes. Where that fails it is the pages as
-        they came, for which there is always memory."""
-
-        def encoded(some: list[Page]) -> Stored:
-            try:
-                stored = [self._encoding.encode(page, is_full=is_full) for page in some]
-                return _in_blocks(stored, some)
-            except Exception as error:
-                self._encoding.tell(error)
-                return [(page, page_bytes(page)) for page in some]
-
-        size = max(1, -(-len(pages) // _NUM_THREADS))
-        under_way: list[Future[Stored]] = []
-        for start in range(0, len(pages), size):
-            under_way.append(Future())
-            work = functools.partial(encoded, pages[start : start + size])
-            self._shares.put((work, under_way[-1]))
-        wait(under_way)
-        return list(itertools.chain.from_iterable(each.result() for each in under_way))
-
-    def close(self) -> None:
-        for _ in range(_NUM_THREADS):
-            self._shares.put(None)
-        self._workers.join(_JOIN_TIMEOUT_S)
-
-    def _run(self) -> None:
-        while (share := self._shares.get()) is not None:
-            work, future = share
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-            del share, work, future  # the pages are the caller's memory
+def _encode(encoding: PageEncoding, pages: list[Page], *, is_full: bool) -> Stored:
+    """Return what to store of pages, and of how many bytes. Where that fails it is the pages as
+    they came, for which there is always memory."""
+    try:
+        return _in_blocks([encoding.encode(page, is_full=is_full) for page in pages], pages)
+    except Exception as error:
+        encoding.tell(error)
+        return [(page, page_bytes(page)) for page in pages]
 
 
 def _in_blocks(encoded: list[Page], pages: list[Page]) -> Stored:
@@ -140,7 +97,7 @@ def _in_blocks(encoded: list[Page], pages: list[Page]) -> Stored:
     return found
 
 
-def write_footer(device: Device, region: Region, contents: Contents) -> int:
+def write_footer(device: FileDevice, region: Region, contents: Contents) -> int:
     """Write footer and trailer; returns the bytes written. Raises ``OSError`` when the device
     refuses; the region is readable all the same, and recovery walks it instead."""
     footer = pack_footer(contents, region.nonce)
@@ -168,10 +125,6 @@ class RegionWriter(StorePart):
         self._region_bytes = region_bytes
         self._next_sequence = next_sequence
         self._capacity = capacity
-        encoding = self._state.encoding
-        if encoding is not None and not encoding.encodes:
-            encoding = None
-        self._encoders = None if encoding is None else Encoders(encoding)
         self._region: Region | None = None
         self._num_pages = 0  # in the open region
         self._num_failures = 0  # writes in a row at the open region's tail
@@ -264,7 +217,7 @@ class RegionWriter(StorePart):
         with state.lock:
             for write in writes:
                 state.publish(write)
-            region.durable_tail = max(region.durable_tail, region.published_tail)
+            region.has_name = True
         return bool(writes) and not is_full
 
     def append(self) -> None:
@@ -339,7 +292,7 @@ class RegionWriter(StorePart):
         region, extent = write.region, write.extent
         with self._state.lock:
             region.extents.append(extent)
-            region.tail = write.end
+            region.tail = extent.end
             region.num_writing += 1
             self._state.regions.charge(region, extent.tenant, write.payload_bytes)
             self._state.queue_extent(write)
@@ -353,10 +306,11 @@ class RegionWriter(StorePart):
         pages = [ticket.page(index) for ticket, index in places]
         lengths = [ticket.length(index) for ticket, index in places]
         memory_bytes = sum(lengths)
-        if self._encoders is not None:
+        encoding = self._state.encoding
+        if encoding is not None and encoding.encodes:
             # Saved pages are as they were stored.
             rows = [row for row, (ticket, _) in enumerate(places) if not ticket.reinserted]
-            encoded = self._encoders.encode([pages[row] for row in rows], is_full=self._is_full)
+            encoded = self._encoded(encoding, [pages[row] for row in rows])
             for row, (page, length) in zip(rows, encoded, strict=True):
                 pages[row], lengths[row] = page, length
         keys = [ticket.key(index) for ticket, index in places]
@@ -364,6 +318,30 @@ class RegionWriter(StorePart):
         first = parts[0].ticket
         extent = Extent(region.tail, first.namespace, table, first.tenant)
         return ExtentWrite(region, extent, len(region.extents), parts, pages, memory_bytes)
+
+    def _encoded(self, encoding: PageEncoding, pages: list[Page]) -> Stored:
+        """Return what to store of pages, and of how many bytes. Threads that write help where they
+        are free: those of a device that hangs are not."""
+        state, is_full = self._state, self._is_full
+        size = max(1, -(-len(pages) // _NUM_SHARES))
+        shares = [pages[start : start + size] for start in range(0, len(pages), size)]
+        ends: list[Future[Stored]] = [Future() for _ in shares]
+
+        def encode(number: int) -> None:
+            try:
+                ends[number].set_result(_encode(encoding, shares[number], is_full=is_full))
+            except BaseException as error:
+                ends[number].set_exception(error)
+
+        with state.lock:
+            state.encodings.extend(functools.partial(encode, number) for number in range(len(ends)))
+            state.io_ready.notify(len(ends))
+        while True:
+            with state.lock:
+                work = state.encodings.popleft() if state.encodings else None
+            if work is None:
+                return list(itertools.chain.from_iterable(each.result() for each in ends))
+            work()
 
     def rewind(self, writes: Sequence[ExtentWrite], reason: Reason) -> None:
         """Forget extents of one region that nothing is under way of, the first of which could not
@@ -383,8 +361,7 @@ class RegionWriter(StorePart):
                     self._state.regions.charge(region, extent.tenant, -extent.payload_bytes)
             region.extents = [e for e in region.extents if e.offset < tail]
             region.tail = tail
-            if region.sealed:
-                self._hand_over(region)
+        self.seal(region)
         if region is self._region:
             self._num_pages = sum(len(extent.pages) for extent in region.extents)
             self._num_failures += 1
@@ -401,24 +378,39 @@ class RegionWriter(StorePart):
         return Bound(region.sequence, region.tail)
 
     def settled(self, write: ExtentWrite) -> None:
-        """Note that an extent is in the log. The caller holds the lock."""
+        """Note that an extent is in the log."""
         self._num_failures = 0
-        if write.region.sealed:
-            self._hand_over(write.region)
+        self.seal(write.region)
 
     def roll(self) -> None:
         """Stop appending to the open region; it is sealed once all its extents are written."""
         region, self._region = self._region, None
         if region is not None:
-            with self._state.lock:
-                region.sealed = True
-                self._hand_over(region)
+            region.sealed = True
+            self.seal(region)
 
-    def _hand_over(self, region: Region) -> None:
-        """Hand the region to the syncer, which seals it. The caller holds the lock."""
-        if region.num_writing == 0 and region.extents and not region.retired:
-            self._state.to_seal.append(region)
-            self._state.sync_ready.notify()
+    def seal(self, region: Region) -> None:
+        """Write the footer of a region that takes no more, once all its extents are written, unless
+        what it would list may be lost. Without one the region is served all the same, and the next
+        start walks it."""
+        if not region.sealed or region.num_writing or not region.extents or region.retired:
+            return
+        with self._state.lock:
+            extents, region.extents = region.extents, []
+        written = 0
+        try:
+            if not region.suspect:
+                with self._health.watch():
+                    written = write_footer(self._device, region, Contents.of(extents))
+        except OSError as error:
+            logger.warning(
+                "%s could not be sealed (%s); the next start walks it",
+                self._directory / region.name,
+                error,
+            )
+        with self._state.lock:
+            self._state.bytes_written += written
+            self._state.note_dirty(region)
 
     def abandon(self) -> None:
         """Stop appending to the open region, without a footer: its file is about to go."""
@@ -430,8 +422,6 @@ class RegionWriter(StorePart):
 
     def finish(self) -> None:
         """Seal the open region before closing; one without extents is removed."""
-        if self._encoders is not None:
-            self._encoders.close()
         region = self._region
         if region is not None and not region.extents:
             self.abandon()
@@ -472,7 +462,6 @@ class RegionWriter(StorePart):
                 self._state.regions.reserve(-self._region_bytes)
             raise
         region = Region(sequence, fd, self._region_bytes, nonce, tail=BLOCK_BYTES)
-        region.published_tail = BLOCK_BYTES
         with self._state.lock:
             self._state.regions.add(region)
         try:

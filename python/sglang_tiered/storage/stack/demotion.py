@@ -2,19 +2,21 @@
 
 One thread. It reads through NVMe into memory of its own, so no host page waits for the
 network; each batch stays there until the bucket says that it is durable. It begins a batch
-only while no load is under way and the bucket serves, unless a caller waits for the chain.
+only while no load is under way and the bucket serves. What a caller waits for is copied on the
+caller's own thread, whatever else goes on.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_tiered.storage.base import Health, Reason, Run
+from sglang_tiered.storage.base import NO_TENANT, Health, Reason, Run
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import padded
 
@@ -44,15 +46,13 @@ RETRY_GROWTH = 4
 
 @dataclass(slots=True, eq=False)
 class StoredChain:
-    """Consecutive pages of one tenant. ``submitted`` is set once all that can be done was begun;
-    only a chain that a caller waits for has one."""
+    """Consecutive pages of one tenant."""
 
     keys: tuple[bytes, ...]
     tenant: bytes
     returned: bool = False
     num_tries: int = 0
     due: float = 0.0
-    submitted: threading.Event | None = field(default=None)
 
 
 class DemotionQueue:
@@ -67,7 +67,6 @@ class DemotionQueue:
         self._retry_s = retry_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._urgent: deque[StoredChain] = deque()
         self._returned: OrderedDict[bytes, StoredChain] = OrderedDict()
         self._fresh: OrderedDict[bytes, StoredChain] = OrderedDict()
         self._failed: deque[StoredChain] = deque()
@@ -77,16 +76,6 @@ class DemotionQueue:
     @property
     def num_free(self) -> int:
         return max(0, self._max_keys - self.num_keys)
-
-    @property
-    def has_urgent(self) -> bool:
-        return bool(self._urgent)
-
-    def prioritize(self, chain: StoredChain) -> None:
-        """Put a chain ahead of everything, however full the queue is: a caller waits for it."""
-        with self._lock:
-            self._urgent.append(chain)
-            self.num_keys += len(chain.keys)
 
     def add(self, keys: Sequence[bytes], tenant: bytes, *, returned: bool = False) -> bool:
         """Queue a chain; false when there is no room."""
@@ -118,15 +107,11 @@ class DemotionQueue:
                     chain.returned = True
                     self._returned[key] = chain
 
-    def take(self, *, urgent_only: bool = False) -> StoredChain | None:
+    def take(self) -> StoredChain | None:
         """Return the next chain, which is the caller's from now on."""
         with self._lock:
             chain = None
-            if self._urgent:
-                chain = self._urgent.popleft()
-            elif urgent_only:
-                return None
-            elif self._failed and self._failed[0].due <= self._clock():
+            if self._failed and self._failed[0].due <= self._clock():
                 chain = self._failed.popleft()
             elif self._returned:
                 chain = self._returned.popitem(last=False)[1]
@@ -136,19 +121,9 @@ class DemotionQueue:
                 self.num_keys -= len(chain.keys)
             return chain
 
-    def put_back(self, chain: StoredChain) -> None:
-        """Make a chain the next again that could not be tried at all."""
-        with self._lock:
-            known = self._find(chain.keys[0])
-            if known is not None:
-                self._drop(known)
-            queue = self._returned if chain.returned else self._fresh
-            queue[chain.keys[0]] = chain
-            queue.move_to_end(chain.keys[0], last=False)
-            self.num_keys += len(chain.keys)
-
     def failed(self, keys: Sequence[bytes], chain: StoredChain, *, is_try: bool = True) -> bool:
-        """Queue pages of a failed chain again after a pause. False when that was the last time."""
+        """Queue pages of a chain again after a pause that failed, or without ``is_try`` could not
+        be tried. False when that was the last time, or where there is no room."""
         with self._lock:
             num_tries = chain.num_tries + is_try
             full = self.num_keys + len(keys) > self._max_keys
@@ -168,10 +143,6 @@ class DemotionQueue:
 
     def clear(self) -> None:
         with self._lock:
-            for chain in self._urgent:
-                if chain.submitted is not None:
-                    chain.submitted.set()
-            self._urgent.clear()
             self._returned.clear()
             self._fresh.clear()
             self._failed.clear()
@@ -229,6 +200,7 @@ class Demoter:
         self._wake = threading.Condition()
         self._staged_bytes = 0  # guarded by ``_wake``, like all counts
         self._num_in_flight = 0
+        self._clock = clock
         self._closed = False
         self._suspended = False
         self._takes_stores = True
@@ -257,17 +229,6 @@ class Demoter:
         with self._wake:
             self._wake.notify_all()
 
-    def prioritize(self, keys: Sequence[bytes], tenant: bytes) -> threading.Event:
-        """Copy these next, whatever else goes on; sets the event when all possible was begun."""
-        chain = StoredChain(tuple(keys), tenant, submitted=threading.Event())
-        assert chain.submitted is not None
-        if self._closed:
-            chain.submitted.set()
-        else:
-            self.queue.prioritize(chain)
-            self.wake()
-        return chain.submitted
-
     def suspend(self) -> None:
         """Copy nothing from now on unless asked to: no request could name the pages."""
         self._suspended = True
@@ -281,6 +242,16 @@ class Demoter:
         self.queue.clear()
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_S)
+
+    # ---- A caller's thread ----
+
+    def copy_now(self, keys: Sequence[bytes], deadline: float) -> None:
+        """Begin to copy these pages of one chain, as far as that can be until then. Blocks."""
+        chain = StoredChain(tuple(keys), NO_TENANT)
+        for batch in self._batches(chain)[0]:
+            if not self._serves() or not self._has_room(batch, deadline):
+                return
+            self._copy(batch, max(0.0, deadline - self._clock()))
 
     # ---- The thread ----
 
@@ -299,23 +270,19 @@ class Demoter:
     def _step(self) -> bool:
         """Copy a chain, or look for some; false when there is nothing to do now."""
         if not self._serves():
-            chain = self.queue.take(urgent_only=True)  # a waiting caller must hear of it
-            if chain is not None and chain.submitted is not None:
-                chain.submitted.set()
-            return chain is not None
+            return False
         took_stores, self._takes_stores = self._takes_stores, self._bucket.takes_stores
         if self._takes_stores and not took_stores:
             self.queue.overflowed = True  # for what failed too often meanwhile
         # Before the bucket knows what it holds, all would be copied again.
-        may_begin = self._takes_stores and self._bucket.has_listed and self._is_idle()
-        if not self.queue.has_urgent and not may_begin:
+        if not (self._takes_stores and self._bucket.has_listed and self._is_idle()):
             return False
         chain = self.queue.take()
         if chain is not None:
             try:
                 self._demote(chain)
-            except Exception:
-                self._tell_or_try_again(chain)
+            except Exception:  # loses no chain; what was begun of it the bucket knows
+                self._again(chain.keys, chain)
                 raise
             return True
         if self._suspended:
@@ -329,38 +296,28 @@ class Demoter:
         return self._bucket.health is Health.RUNNING
 
     def _demote(self, chain: StoredChain) -> None:
-        batches = self._batches(chain)
+        batches, num_gone = self._batches(chain)
+        self._count(num_gone=num_gone)
         for number, batch in enumerate(batches):
-            may_go = self._has_room(batch) and (
-                chain.submitted is not None
-                or (self._is_idle() and self._serves() and self._bucket.takes_stores)
-            )
-            if not may_go:
-                if chain.submitted is None and not self._closed:
-                    self._put_back(chain, batches[number:])
-                break
+            may_go = self._has_room(batch) and self._is_idle() and self._serves()
+            if not (may_go and self._bucket.takes_stores):
+                left = [page.key for rest in batches[number:] for page in rest.pages]
+                self._again(left, chain, is_try=False)
+                return
             self._copy(batch)
-        if chain.submitted is not None:
-            chain.submitted.set()
 
-    def _tell_or_try_again(self, chain: StoredChain) -> None:
-        """Lose no chain to an internal error; what was begun of it the bucket knows."""
-        if chain.submitted is not None:
-            chain.submitted.set()
-        elif not self.queue.failed(chain.keys, chain):
-            with self._wake:
-                self.num_dropped += len(chain.keys)
-
-    def _batches(self, chain: StoredChain) -> list[_DemotionBatch]:
-        """Return what NVMe still holds of a chain and the bucket lacks."""
+    def _batches(self, chain: StoredChain) -> tuple[list[_DemotionBatch], int]:
+        """Return what NVMe still holds of a chain and the bucket lacks, and how many pages of that
+        are gone."""
         found = self._nvme.view.find(chain.keys)
         held = self._bucket.contains(chain.keys)
         batches: list[_DemotionBatch] = []
+        num_gone = 0
         for page, is_held in zip(found, held, strict=True):
             if is_held:
                 continue
             if page is None:
-                self.num_gone += chain.submitted is None
+                num_gone += 1
                 continue
             num_bytes = padded(page.length)
             last = batches[-1] if batches else None
@@ -373,59 +330,56 @@ class Demoter:
             else:
                 last.pages.append(page)
                 batches[-1] = last._replace(num_bytes=last.num_bytes + num_bytes)
-        return batches
+        return batches, num_gone
 
-    def _put_back(self, chain: StoredChain, batches: Sequence[_DemotionBatch]) -> None:
-        keys = tuple(page.key for batch in batches for page in batch.pages)
-        self.queue.put_back(StoredChain(keys, chain.tenant, chain.returned, chain.num_tries))
-
-    def _has_room(self, batch: _DemotionBatch) -> bool:
-        """Wait until the batch fits into staging memory; false when closed meanwhile."""
+    def _has_room(self, batch: _DemotionBatch, deadline: float = math.inf) -> bool:
+        """Wait until the batch fits into staging memory; false when closed meanwhile, or late."""
         limit = max(self._settings.staging_bytes, batch.num_bytes)
 
         def fits() -> bool:
             return self._closed or self._staged_bytes + batch.num_bytes <= limit
 
-        while True:
+        while self._clock() < deadline:
             with self._wake:
                 if self._wake.wait_for(fits, LOOK_S):
                     return not self._closed
             if not self._serves():  # not under our lock: batches land under the bucket's
                 return False
+        return False
 
-    def _copy(self, batch: _DemotionBatch) -> None:
+    def _copy(self, batch: _DemotionBatch, timeout_s: float | None = None) -> None:
         """Read a batch and hand it to the bucket. Where something was erased between, it is read
-        again: the chain of a waiting caller by that caller, any other when its turn comes."""
-        num_pages = len(batch.pages)
+        again later."""
         generation = self._generation()
         with self._wake:
             self._staged_bytes += batch.num_bytes
-            self._num_in_flight += num_pages
+            self._num_in_flight += len(batch.pages)
         job: Job | None = None
         try:
-            run = self._read(batch)
+            load = self._read(batch)
+            if not load.wait(timeout_s):  # NVMe ends it, and has its memory until then
+                load.call_at_end(lambda _: self._completed(batch))
+                return
+            run = _read_of(load, batch)
+            num_read = 0 if run is None else run.num_pages
             if run is not None:
                 with self._gate:
                     if self._generation() == generation:
                         job = self._bucket.submit_store(run)
-                if job is None:
-                    if batch.chain.submitted is None and not (self._closed or self._suspended):
-                        self._put_back(batch.chain, [batch])
-                    self._completed(batch, num_pages)
-                    return
-            unread = num_pages - (0 if run is None else run.num_pages)
+                if job is None and not (self._closed or self._suspended):
+                    self._again([page.key for page in batch.pages], batch.chain, is_try=False)
+            if run is None or job is not None:
+                self._count(num_gone=len(batch.pages) - num_read)
         except BaseException:
-            self._completed(batch, num_pages)
+            self._completed(batch)
             raise
         if job is None:
-            self.num_gone += num_pages
-            self._completed(batch, num_pages)
-            return
-        self.num_gone += unread
-        job.call_at_end(lambda finished: self._stored(finished, batch))
+            self._completed(batch)
+        else:
+            job.call_at_end(lambda finished: self._stored(finished, batch))
 
-    def _read(self, batch: _DemotionBatch) -> Run | None:
-        """Read pages into staging memory; None if no page verified."""
+    def _read(self, batch: _DemotionBatch) -> Job:
+        """Begin to read pages into staging memory, each into whole blocks."""
         memory = aligned_buffer(batch.num_bytes)
         buffers = []
         start = 0
@@ -436,49 +390,57 @@ class Demoter:
         lengths = [page.length for page in batch.pages]
         # Whole blocks, which go to memory without a copy; and reclaim would keep all that went
         # down, if that counted as use.
-        job = self._nvme.submit_load(run, stored_lengths=lengths, for_request=False)
-        job.wait()  # NVMe ends every job, whatever its device does
-        good = [i for i, is_ok in enumerate(job.ok) if is_ok]
-        if not good:
-            return None
-        keys = tuple(batch.pages[i].key for i in good)
-        pages = tuple((buffers[i][: lengths[i]],) for i in good)
-        return Run(keys, pages, batch.pages[0].tenant)
+        return self._nvme.submit_load(run, stored_lengths=lengths, for_request=False)
 
     def _stored(self, job: Job, batch: _DemotionBatch) -> None:
         """Note a finished store. May run under the bucket's lock; must not block."""
         outcomes = list(zip(job.run.keys, job.reasons, job.run.pages, strict=True))
         stored = [page[0].nbytes for _, reason, page in outcomes if reason is Reason.OK]
-        num_dropped = sum(reason in _FINAL for _, reason, _ in outcomes)
         for is_try in (True, False):  # what the bucket did not take was not tried
             failed = [
                 key
                 for key, reason, _ in outcomes
                 if reason not in (*_GOOD, *_FINAL) and is_try is (reason is not Reason.REJECTED)
             ]
-            if failed and not self._closed and not self._again(failed, batch.chain, is_try):
-                num_dropped += len(failed)
+            if failed and not self._closed:
+                self._again(failed, batch.chain, is_try=is_try)
+        self._count(
+            num_demoted=len(stored),
+            bytes_demoted=sum(stored),
+            num_dropped=sum(reason in _FINAL for _, reason, _ in outcomes),
+        )
+        self._completed(batch)
+
+    def _again(self, keys: Sequence[bytes], chain: StoredChain, *, is_try: bool = True) -> None:
+        """Try these pages of a chain again, or count those as dropped that failed too often."""
+        if not self.queue.failed(keys, chain, is_try=is_try):
+            self._count(num_dropped=len(keys))
+
+    def _count(self, **counts: int) -> None:
         with self._wake:
-            self.num_demoted += len(stored)
-            self.bytes_demoted += sum(stored)
-            self.num_dropped += num_dropped
-        self._completed(batch, len(batch.pages))
+            for name, number in counts.items():
+                setattr(self, name, getattr(self, name) + number)
 
-    def _again(self, keys: Sequence[bytes], chain: StoredChain, is_try: bool) -> bool:
-        if chain.submitted is None:
-            return self.queue.failed(keys, chain, is_try=is_try)
-        return self.queue.add(keys, chain.tenant)  # the waiting caller tries again
-
-    def _completed(self, batch: _DemotionBatch, num_pages: int) -> None:
+    def _completed(self, batch: _DemotionBatch) -> None:
         with self._wake:
             self._staged_bytes -= batch.num_bytes
-            self._num_in_flight -= num_pages
+            self._num_in_flight -= len(batch.pages)
             self._wake.notify_all()
 
     def in_flight_totals(self) -> tuple[int, int]:
         """Return the bytes and pages in flight, for checks of the books."""
         with self._wake:
             return self._staged_bytes, self._num_in_flight
+
+
+def _read_of(load: Job, batch: _DemotionBatch) -> Run | None:
+    """Return the pages that were read, in the bytes that are stored; None if no page verified."""
+    good = [i for i, is_ok in enumerate(load.ok) if is_ok]
+    if not good:
+        return None
+    keys = tuple(batch.pages[i].key for i in good)
+    pages = tuple((load.run.pages[i][0][: batch.pages[i].length],) for i in good)
+    return Run(keys, pages, batch.pages[0].tenant)
 
 
 class NvmeScan:

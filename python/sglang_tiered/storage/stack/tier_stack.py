@@ -22,7 +22,6 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from sglang_tiered.storage.base import (
-    NO_TENANT,
     Erasure,
     Health,
     Job,
@@ -59,7 +58,7 @@ __all__ = ["TierStack"]
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
-_FLUSH_STEP_S = 1.0
+_LAST_LOOK_S = 1.0
 _TOLD_WAIT_S = 10.0
 
 
@@ -248,14 +247,11 @@ class TierStack(TierEngine):
             is_late = self._clock() >= deadline or self._closed
             if is_late or not any(self.nvme.view.contains(lacking)):
                 return held
-            begun = self._demoter.prioritize(lacking, NO_TENANT)
-            while not begun.wait(_LOOK_S) and self._clock() < deadline:
-                # What fills the staging memory may wait for its object to be full.
-                self.bucket.flush(min(_FLUSH_STEP_S, max(0.0, deadline - self._clock())))
-            self.bucket.flush(max(0.0, min(deadline - self._clock(), timeout_s)))
+            self._demoter.copy_now(lacking, deadline)
+            self.bucket.flush(max(0.0, deadline - self._clock()))
             if not all(self.bucket.contains(keys)):
                 time.sleep(min(pause_s, max(0.0, deadline - self._clock())))
-                pause_s = min(2 * pause_s, _FLUSH_STEP_S)
+                pause_s = min(2 * pause_s, _LAST_LOOK_S)
 
     # ---- Erasing ----
 
@@ -341,7 +337,7 @@ class TierStack(TierEngine):
             self._closed = True
         if self._demoter is not None:
             self._demoter.close()
-        # Peers serve from NVMe, whose last checkpoint must not wait for a silent bucket.
+        # Peers serve from NVMe, whose last sync must not wait for a silent bucket.
         with ExitStack() as closing:  # the last one added first, whatever another raises
             closing.callback(self._loader.close)
             if self.bucket is not None:

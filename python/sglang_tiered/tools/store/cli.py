@@ -65,8 +65,7 @@ headers, every page against its checksum, and what says which pages are erased o
 pinned. Bypasses the page cache, or drops from it what was read. A bar with the speed
 shows on a terminal.
 
-What a server is writing at the moment, or a crash cut short, is a note, not damage;
-so is a checkpoint that does not verify, which only speeds up the next start. A
+What a server is writing at the moment, or a crash cut short, is a note, not damage. A
 server never serves a damaged page: it is a miss, and computed again.
 
 Of a URL: every page against the checksum in its name. This reads all there is,

@@ -108,17 +108,8 @@ def describe(
     else:
         lines = [f"{target.path}: shard directory"]
     for shard in shards:
-        checkpoint = _checkpoint_text(shard["checkpoint"])
-        lines.append(f"{shard['name']}: {Holder(**shard['lock'])}; {checkpoint}")
+        lines.append(f"{shard['name']}: {Holder(**shard['lock'])}")
     return [*lines, ""]
-
-
-def _checkpoint_text(checkpoint: dict[str, Any]) -> str:
-    if not checkpoint["present"]:
-        return "no checkpoint"
-    if not checkpoint["valid"]:
-        return "its checkpoint does not verify"
-    return f"checkpoint of {checkpoint['num_regions']} regions"
 
 
 def holder_json(holder: Holder) -> dict[str, Any]:

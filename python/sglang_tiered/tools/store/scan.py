@@ -20,18 +20,16 @@ import numpy as np
 from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.storage.region import erase_log, pins
 from sglang_tiered.storage.region.device import FileReader
-from sglang_tiered.storage.region.files import CHECKPOINT_NAME, ERASED_NAME
+from sglang_tiered.storage.region.files import ERASED_NAME
 from sglang_tiered.storage.region.format import Contents, parse_region_name, region_name
-from sglang_tiered.storage.region.recovery import read_checkpoint
 from sglang_tiered.storage.region.walk import Problem, RegionScan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     import numpy.typing as npt
 
-    from sglang_tiered.storage.region.device import Files
     from sglang_tiered.storage.region.format import RegionHeader
     from sglang_tiered.tools.store.target import Shard, StoreTarget
 
@@ -45,7 +43,7 @@ class ScannedRegion(RegionScan):
     """What one region file says of itself. ``gone``: it was unlinked before it was read, or
     meanwhile."""
 
-    def __init__(self, device: Files, name: str, advance: Callable[[int], None]) -> None:
+    def __init__(self, device: FileReader, name: str, advance: Callable[[int], None]) -> None:
         super().__init__(device, -1, 0, advance=advance)
         sequence = parse_region_name(name)
         assert sequence is not None, f"{name!r} does not name a region"
@@ -53,12 +51,10 @@ class ScannedRegion(RegionScan):
         self.header: RegionHeader | None = None
         self.contents = Contents.of([])
 
-    def scan(
-        self, durable_tails: Mapping[tuple[int, bytes], int], *, full: bool, may_be_new: bool
-    ) -> None:
-        """Read what recovery would look at; all of it with ``full``. ``durable_tails`` are the
-        checkpoint's; ``may_be_new``: a server may be creating this file right now. Raises
-        ``OSError`` only for conditions of this process, such as too many open files."""
+    def scan(self, *, full: bool, may_be_new: bool) -> None:
+        """Read what recovery would look at; all of it with ``full``. ``may_be_new``: a server may
+        be creating this file right now. Raises ``OSError`` only for conditions of this process,
+        such as too many open files."""
         what = "opened"
         try:
             self._fd = self._device.open(self.name)
@@ -67,8 +63,7 @@ class ScannedRegion(RegionScan):
                 self.file_bytes = os.fstat(self._fd).st_size
                 self.header = self.read_header(self.sequence)
                 if self.header is not None:
-                    durable = durable_tails.get((self.sequence, self.nonce), 0)
-                    self.contents = self.read_contents(durable, full=full)
+                    self.contents = self.read_contents(full=full)
                 elif may_be_new and self.is_new:
                     self.problems.clear()
                 self.gone = os.fstat(self._fd).st_nlink == 0
@@ -127,7 +122,6 @@ class ShardReader:
             self.device = FileReader(shard.path)
             self.holder = shard.holder()
             names = sorted(self.device.list_names())
-            self._durable_tails = read_checkpoint(self.device)
             self.erased = erase_log.read(self.device)
             if self.erased.damaged and self.holder.may_write:
                 self.erased = erase_log.read(self.device)  # a server may have been writing it
@@ -137,11 +131,6 @@ class ShardReader:
                 f"{shard.path} cannot be read ({error.strerror}); check the disk and its "
                 "permissions"
             ) from error
-        self.checkpoint = {
-            "present": CHECKPOINT_NAME in names,
-            "valid": CHECKPOINT_NAME in names and self._durable_tails is not None,
-            "num_regions": len(self._durable_tails or ()),
-        }
         self.regions = [name for name in names if parse_region_name(name) is not None]
         self._newest = self.regions[-1] if self.regions else ""
         if only is not None:
@@ -214,7 +203,7 @@ class ShardReader:
 
         may_be_new = name == self._newest and self.holder.may_write
         view = ScannedRegion(self.device, name, advance)
-        view.scan(self._durable_tails or {}, full=full, may_be_new=may_be_new)
+        view.scan(full=full, may_be_new=may_be_new)
         meter.skip(max(view.file_bytes - num_read, 0))
         return view
 

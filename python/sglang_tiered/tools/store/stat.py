@@ -95,8 +95,7 @@ def _collect(target: StoreTarget, jobs: int) -> dict[str, Any]:
 def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
     with ShardReader(shard) as reader:
         views = list(reader.views(full=False, jobs=jobs))
-        holder, checkpoint = reader.holder, reader.checkpoint
-        num_gone, erased, pins = reader.num_gone, reader.erased, reader.pins
+        holder, num_gone, erased, pins = reader.holder, reader.num_gone, reader.erased, reader.pins
         sizes = read_page_sizes(read_note(shard.path, PAGE_SIZES_NAME))
     told = _told_of(views, erased, sizes)
     tokens = [each["tokens"] for each in told.values()]
@@ -124,7 +123,6 @@ def _collect_shard(shard: Shard, jobs: int) -> dict[str, Any]:
         "utilisation": _share(payload, physical),
         "oldest_region_age_s": max(ages, default=None),
         "newest_region_age_s": min(ages, default=None),
-        "checkpoint": checkpoint,
         "erasures_damaged": erased.damaged,
         "pins": {
             "valid": len(pins.pins),

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang_tiered.errors import StoreError, StoreFormatError
 from sglang_tiered.storage.region.directory import DirectoryState, inspect, manifest_version
 from sglang_tiered.storage.region.files import (
-    CHECKPOINT_NAME,
     ERASED_NAME,
     LOCK_NAME,
     MANIFEST_NAME,
@@ -124,8 +123,7 @@ def resolve(path: Path) -> StoreTarget:
 def _is_shard(path: Path, names: Sequence[str]) -> bool:
     if MANIFEST_NAME in names or any(name.startswith(SHARD_PREFIX) for name in names):
         return False
-    ours = (CHECKPOINT_NAME, ERASED_NAME)
-    if any(name in ours or parse_region_name(name) is not None for name in names):
+    if any(name == ERASED_NAME or parse_region_name(name) is not None for name in names):
         return True
     return path.resolve().name.startswith(SHARD_PREFIX) and all(map(is_shard_file, names))
 

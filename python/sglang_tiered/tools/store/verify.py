@@ -75,8 +75,6 @@ def _verify(reader: ShardReader, jobs: int, meter: ByteMeter) -> dict[str, Any]:
     counts: dict[str, int] = dict.fromkeys((*_COUNTED, *_SUMMED), 0)
     problems = [problem_json(name, found, None, file) for file, found in reader.problems()]
     notes = []
-    if reader.checkpoint["present"] and not reader.checkpoint["valid"]:
-        notes.append(f"{name}: the checkpoint does not verify; it only speeds up the next start")
     for view in reader.views(full=True, jobs=jobs, meter=meter):
         found = [problem_json(name, problem, view) for problem in view.problems]
         problems += found
@@ -94,7 +92,6 @@ def _verify(reader: ShardReader, jobs: int, meter: ByteMeter) -> dict[str, Any]:
     return {
         "name": name,
         "lock": holder_json(reader.holder),
-        "checkpoint": reader.checkpoint,
         **counts,
         "problems": problems,
         "notes": notes,

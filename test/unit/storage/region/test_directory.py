@@ -21,7 +21,6 @@ from sglang_tiered.storage.region.directory import (
     shard_path,
 )
 from sglang_tiered.storage.region.files import (
-    CHECKPOINT_NAME,
     ERASED_NAME,
     LEFTOVER_NAMES,
     LOCK_NAME,
@@ -51,6 +50,13 @@ def test_inspecting_touches_nothing(tmp_path: Path) -> None:
     assert digest(path) == {}
 
 
+def test_a_start_that_died_leaves_no_file(store: Path) -> None:
+    (store / f"{MANIFEST_NAME}.tmp-77").touch()
+    (store / "WEIGHTS.tmp-77").touch()
+    assert prepare(store) is DirectoryState.OURS
+    assert [file.name for file in store.iterdir()] == [MANIFEST_NAME]
+
+
 def test_absent_then_ours(store: Path) -> None:
     assert inspect(store) is DirectoryState.OURS
     assert prepare(store) is DirectoryState.OURS
@@ -64,7 +70,7 @@ def fill_shard(path: Path) -> Path:
     """A shard with a file under every known name."""
     shard = shard_path(path, "tp0")
     shard.mkdir()
-    names = {LOCK_NAME, CHECKPOINT_NAME, ERASED_NAME, *NOTE_NAMES, *LEFTOVER_NAMES, region_name(7)}
+    names = {LOCK_NAME, ERASED_NAME, *NOTE_NAMES, *LEFTOVER_NAMES, region_name(7)}
     for name in names:
         (shard / name).write_bytes(b"x")
     return shard

@@ -14,7 +14,7 @@ from kit.tiers import open_region, store
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.index import PageIndex
-from sglang_tiered.storage.region.recovery import RecoveryReport, recover
+from sglang_tiered.storage.region.recovery import Recovery, RecoveryReport
 from sglang_tiered.storage.region.regions import RegionTable
 
 REGION = 64 * 1024
@@ -40,7 +40,7 @@ def run_recovery(
 ) -> RecoveryReport:
     device = device or FileDevice(directory)
     regions, index = RegionTable(), PageIndex()
-    report = recover(device, namespace, CAPACITY, regions, index, max_page_bytes=REGION)
+    report = Recovery(device, namespace, CAPACITY, regions, index, REGION).run()
     index.check_integrity({region.slot: region.nbytes for region in regions})
     regions.check_integrity(idle=True)
     for region in regions:

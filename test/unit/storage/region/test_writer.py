@@ -15,6 +15,7 @@ from kit.tiers import open_region
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Job, Reason, Run
 from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region import writer
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -95,6 +96,22 @@ def test_a_place_that_keeps_failing_is_abandoned(bench: Bench) -> None:
         assert bench.store(seed) == [Reason.IO_ERROR]
     assert bench.store(5) == [Reason.OK]
     assert len(bench.files()) == 2
+
+
+def test_an_internal_error_costs_no_other_store(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, next_one = writer.page_table, list[Job]()
+
+    def failing(rows: Any) -> Any:
+        if next_one:
+            return made(rows)
+        next_one.append(bench.submit(2)[1])
+        raise MemoryError
+
+    monkeypatch.setattr(writer, "page_table", failing)
+    assert finished(bench.submit(1)[1]) == [Reason.IO_ERROR]
+    assert finished(next_one[0]) == [Reason.OK]
 
 
 def test_a_full_readonly_disk_fails_only_the_store(bench: Bench) -> None:

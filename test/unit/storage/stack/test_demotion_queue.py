@@ -97,10 +97,8 @@ def test_the_books_balance(events: list[tuple[str, int]]) -> None:
             queue.touch(keys(10 * number, 2))
         else:
             chain = queue.take()
-            if chain is not None and name == "fail":
-                queue.failed(chain.keys, chain)
-            elif chain is not None and name == "back":
-                queue.put_back(chain)
-        held = [*queue._urgent, *queue._failed, *queue._returned.values(), *queue._fresh.values()]
+            if chain is not None and name != "take":
+                queue.failed(chain.keys, chain, is_try=name == "fail")
+        held = [*queue._failed, *queue._returned.values(), *queue._fresh.values()]
         assert queue.num_keys == sum(len(chain.keys) for chain in held)
         assert not queue._returned.keys() & queue._fresh.keys()

@@ -352,6 +352,28 @@ def test_flush_outlasts_a_pause_of_nvme(still: TierStack) -> None:
     assert still.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
 
 
+def test_flush_ends_in_time_while_nvme_hangs(
+    still: TierStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, answers = make_run(1, PAGES), threading.Event()
+    store(still, run)
+    assert isinstance(still.nvme, RegionEngine)
+    readv = still.nvme._device.readv
+
+    def hanging(*arguments: Any) -> int:
+        assert answers.wait(TIMEOUT_S)
+        return readv(*arguments)
+
+    monkeypatch.setattr(still.nvme._device, "readv", hanging)
+    begun = time.monotonic()
+    assert still.flush_to_bucket(run.keys, 0.1) == [False] * 4
+    assert time.monotonic() - begun < TIMEOUT_S / 2
+    assert still._demoter is not None and still._demoter.in_flight_totals()[1] == 4
+    answers.set()
+    assert drained(still.nvme, TIMEOUT_S)
+    assert still._demoter.in_flight_totals() == (0, 0)
+
+
 def test_nvme_is_closed_whatever_its_bucket_does(
     engine: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

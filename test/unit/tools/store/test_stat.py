@@ -38,7 +38,6 @@ def test_the_figures_are_those_of_the_store(cli: Cli, tier: Path, shard: Path) -
         {"namespace": "11" * 32, "pages": 9, "payload_bytes": 3 * PAYLOAD} | untold,
         {"namespace": "22" * 32, "pages": 2, "payload_bytes": 10_000} | untold,
     ]
-    assert report["shards"][0]["checkpoint"] == {"present": True, "valid": True, "num_regions": 4}
 
 
 @pytest.mark.parametrize("command", ["stat", "verify"])
