@@ -46,9 +46,9 @@ class TierClient(SyncCalls):
 
     def exchange(self, request: Request[Any]) -> tuple[int, Any, str]:
         try:
-            response = self._http.request(request.method, request.path, **_parts(request))
+            response = self._http.request(**_parts(request))
         except _FAILURES as error:
-            raise _unsent(self._http, request.path, error) from error
+            raise _unsent(self._http, request.call.path, error) from error
         return response.status_code, _json(response), str(self._http.base_url)
 
     def generate(
@@ -110,9 +110,9 @@ class AsyncTierClient(AsyncCalls):
 
     async def exchange(self, request: Request[Any]) -> tuple[int, Any, str]:
         try:
-            response = await self._http.request(request.method, request.path, **_parts(request))
+            response = await self._http.request(**_parts(request))
         except _FAILURES as error:
-            raise _unsent(self._http, request.path, error) from error
+            raise _unsent(self._http, request.call.path, error) from error
         return response.status_code, _json(response), str(self._http.base_url)
 
     async def generate(
@@ -173,7 +173,9 @@ def _settings(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]
 
 
 def _parts(request: Request[Any]) -> dict[str, Any]:
-    return {"params" if request.method == "GET" else "json": request.given()}
+    call, given = request.call, request.given()
+    sent = {"params": given} if call.method == "GET" else {"json": given}
+    return {"method": call.method, "url": call.path, **sent}
 
 
 def _json(response: httpx.Response) -> Any:

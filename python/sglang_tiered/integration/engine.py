@@ -125,7 +125,7 @@ class Engine(SyncCalls, SglangEngine):  # type: ignore[misc] # of SGLang nothing
             if request.call is api.CostsCall:
                 costs = server_costs(*self._costs, draining=False)
                 return 200, msgspec.to_builtins(costs), WHOSE
-            call = api.decode(request.call, request.given(), is_query=request.method == "GET")
+            call = api.decode(request.call, request.given())
             answering = TierService(self.tokenizer_manager).answer(call)
             # The loop that hears schedulers.
             loop = self.tokenizer_manager.event_loop or self._own_loop

@@ -87,9 +87,7 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
     }
     for call in CALLS:
         endpoint = others.get(call) or _endpoint(call, _ask_schedulers)
-        app.add_api_route(
-            call.path, guarded(endpoint), methods=list(call.methods), response_model=None
-        )
+        app.add_api_route(call.path, guarded(endpoint), methods=[call.method], response_model=None)
 
 
 def _manager() -> Any:
@@ -106,10 +104,9 @@ def _endpoint(call: type[Call], answer: Callable[[Any], Awaitable[Report]]) -> E
     """Return the handler of one call, which ``answer`` answers."""
 
     async def endpoint(request: Request) -> Response:
-        is_query = request.method == "GET"
         try:
-            body = _query(request) if is_query else await _json(request)
-            report = await answer(decode(call, body, is_query=is_query))
+            given = dict(request.query_params) if call.method == "GET" else await _json(request)
+            report = await answer(decode(call, given))
         except CallError as error:
             report = Report(error.status, {"error": str(error)})
         body = msgspec.json.encode(report.body)
@@ -166,14 +163,6 @@ async def _json(request: Request) -> Any:
         ) from None
     except ValueError as error:
         raise CallError(f"the body is not JSON ({error}); pass a JSON object") from None
-
-
-def _query(request: Request) -> dict[str, Any]:
-    """Return query parameters as a body; ``input_ids`` are separated by commas."""
-    body: dict[str, Any] = dict(request.query_params)
-    if "input_ids" in body:
-        body["input_ids"] = [word.strip() for word in body["input_ids"].split(",")]
-    return body
 
 
 def newest_requests(

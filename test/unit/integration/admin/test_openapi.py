@@ -20,7 +20,7 @@ SELECTORS: list[dict[str, Any]] = [
     {"text": "t"},
     {"input_ids": [0, 2**31 - 1]},
 ]
-POSTED = [call for call in api.CALLS if "POST" in call.methods]
+POSTED = [call for call in api.CALLS if call.method == "POST"]
 YEARS_S = 3650 * 86_400
 # Values of each field, within and beyond what is taken.
 VALUES: dict[str, list[Any]] = {
