@@ -1,14 +1,13 @@
 """Residency and checkpoints of conversations in a scheduler process, and which prefix a body names.
 
 The scheduler thread reads memory and queues stores. Work that waits for a disk or a network
-(``make_durable``) runs on the threads of ``Checkpoints``, and the caller polls until it is done.
+(``make_durable``) runs on threads, and the caller polls until it is done.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
@@ -18,30 +17,31 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.admin.calls import UNKNOWN, has_ended, polled, store_of
-from sglang_tiered.integration.admin.pin_notes import pinned_prefixes
+from sglang_tiered.integration.admin.calls import UNKNOWN, has_ended, outcome, store_of
+from sglang_tiered.integration.admin.pin_notes import pins_of_conversation, prefix_of
 from sglang_tiered.integration.cache.small_host import is_storing
-from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import key_of_request
 from sglang_tiered.integration.storage.host_pages import page_bytes
 from sglang_tiered.storage.base import Erasure, Run, Tier, unique_keys
+from sglang_tiered.storage.promises import ended
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
-    from sglang_tiered.integration.admin.calls import Answer, Steps
+    from sglang_tiered.integration.admin.calls import Steps
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-    from sglang_tiered.integration.identity.recent_requests import Recent
+    from sglang_tiered.integration.identity.recent_requests import PrefixSelector, Recent
     from sglang_tiered.integration.storage.backend import TieredStorage
 
 __all__ = [
+    "NOT_WRITTEN",
     "WORK_S",
-    "Checkpoints",
     "Located",
+    "checkpoint",
     "key_of",
     "locate",
     "make_durable",
@@ -53,6 +53,7 @@ __all__ = [
     "tenant_of_body",
     "tier_of",
     "tokens_in_memory",
+    "until_durable",
 ]
 
 STAGED = (
@@ -60,11 +61,10 @@ STAGED = (
     "hold; NVMe gets the pages all the same"
 )
 NO_OBJECT_TIER = "this server has no object tier; start it with --tier-object-url"
-
-logger = logging.getLogger(__name__)
+NOT_WRITTEN = "the tier did not take the change of the pin; see the server's log, and ask again"
 
 _OFFER_AGAIN_S = 1.0
-_NUM_THREADS = 4
+_workers = ThreadPoolExecutor(4, thread_name_prefix="tier-checkpoint")
 
 WORK_S = 25.0
 """Time after which a checkpoint reports what is missing; shorter than the wait of the HTTP client's
@@ -81,6 +81,8 @@ def make_durable(
     """Wait until pages are durable in a tier, and return how many leading ones are. For NVMe, pages
     that only the bucket or other servers hold are loaded and stored under their tenant. Never on
     the scheduler thread."""
+    if work_s < 0:
+        return 0  # nobody waits for it any more, and the next ones need the thread
     shard, stack = storage.region_engine, storage.stack
     if not isinstance(shard, RegionEngine):
         return len(hashes)  # decided by the rank that keeps the pages
@@ -196,80 +198,59 @@ def tier_of(cache: TieredRadixCache, storage: TieredStorage, name: str) -> Tier:
     return Tier(name)
 
 
-class Checkpoints:
-    """The checkpoints of one scheduler process. Scheduler thread only."""
-
-    def __init__(self) -> None:
-        self._workers = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tier-checkpoint")
-
-    def begin(self, cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
-        """Make a conversation durable."""
-        storage = store_of(cache)
-        tier = tier_of(
-            cache, storage, body.get("tier") or ("object" if storage.has_object_tier else "nvme")
-        )
-        selector = yield from selector_of(cache, body)
-        if selector is None:
-            return UNKNOWN
-        return (yield from polled(*self.work(cache, storage, selector, tier)))
-
-    def work(
-        self, cache: TieredRadixCache, storage: TieredStorage, selector: PrefixSelector, tier: Tier
-    ) -> tuple[Callable[[], list[int]], Callable[[list[int]], Answer]]:
-        """Begin to make a prefix durable in a tier. Returns what ``polled`` takes."""
-        located = locate(cache, selector)
-        _store_soon(cache, located.path)
-        num_known_pages = num_known(cache, storage, located)
-        tenant = cache.hidden_tenants.tenant_of(selector.extra_key, selector.cache_salt)
-
-        deadline = time.monotonic() + WORK_S
-
-        def submit() -> Future[int]:
-            pages = located.hashes[:num_known_pages]
-            return self._workers.submit(_durable_pages, storage, pages, tier, tenant, deadline)
-
-        durable = None if is_storing(cache, located.path) else submit()
-        last_node = located.path[-1].node_id if located.path else None
-        num_pages, page_size = len(located.hashes), int(cache.page_size)
-        offered_at = time.monotonic()
-
-        def values() -> list[int]:
-            nonlocal durable, offered_at
-            store_of(cache)
-            if durable is None:
-                durable = None if is_storing(cache, located.path) else submit()
-                return [0, 0]
-            if has_ended(durable):
-                return [1, durable.result()]
-            if time.monotonic() - offered_at >= _OFFER_AGAIN_S and last_node is not None:
-                offered_at = time.monotonic()
-                _offer_again(cache, last_node)
-            return [0, 0]
-
-        def answer(least: list[int]) -> Answer:
-            done, num_durable = least
-            return {
-                "done": bool(done),
-                "tier": tier.value,
-                "num_tokens": num_durable * page_size,
-                "num_missing": (num_pages - num_durable) * page_size,
-            }
-
-        return values, answer
+def checkpoint(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
+    """Make a conversation durable."""
+    storage = store_of(cache)
+    name = body.get("tier") or ("object" if storage.has_object_tier else "nvme")
+    tier = tier_of(cache, storage, name)
+    selector = yield from selector_of(cache, body)
+    if selector is None:
+        return UNKNOWN
+    return (yield from until_durable(cache, storage, selector, tier, ended(True)))
 
 
-def _durable_pages(
-    storage: TieredStorage, hashes: Sequence[str], tier: Tier, tenant: bytes, deadline: float
-) -> int:
-    """Return what ``make_durable`` does, and 0 where it fails, or begins when nobody waits for it
-    any more. A rank that raised in its step would miss the exchange in which the others tell what
-    they hold, and they would wait for it."""
-    left_s = deadline - time.monotonic()
-    try:
-        return make_durable(storage, hashes, tier, tenant, left_s) if left_s > 0 else 0
-    except Exception:
-        logger.exception("internal error in a checkpoint; its pages count as missing")
-        return 0
+def until_durable(
+    cache: TieredRadixCache,
+    storage: TieredStorage,
+    selector: PrefixSelector,
+    tier: Tier,
+    kept: Future[bool],
+    **told: Any,
+) -> Steps:
+    """Make a prefix durable in a tier, and tell how far that is until its pin is ``kept`` too."""
+    located = locate(cache, selector)
+    _store_soon(cache, located.path)
+    num_pages, page_size = len(located.hashes), int(cache.page_size)
+    pages = located.hashes[: num_known(cache, storage, located)]
+    tenant = cache.hidden_tenants.tenant_of(selector.extra_key, selector.cache_salt)
+    begun = time.monotonic()
+    offers_at = begun + _OFFER_AGAIN_S
+
+    def work() -> int:
+        left_s = begun + WORK_S - time.monotonic()
+        return make_durable(storage, pages, tier, tenant, left_s)
+
+    durable: Future[int] | None = None
+    while True:
+        store_of(cache)
+        own = [0, 0]  # whether it is known, and how many are durable
+        if durable is None:
+            durable = None if is_storing(cache, located.path) else _workers.submit(work)
+        elif has_ended(durable):
+            own = [1, durable.result()]
+        elif located.path and time.monotonic() >= offers_at:
+            offers_at = time.monotonic() + _OFFER_AGAIN_S
+            _offer_again(cache, located.path[-1].node_id)
+        done, num_durable, is_settled, is_kept = yield [*own, *outcome([kept])]
+        if is_settled and not is_kept:
+            raise CallError(NOT_WRITTEN, 503)
+        yield {
+            "done": bool(done and is_settled),
+            "tier": tier.value,
+            "num_tokens": num_durable * page_size,
+            "num_missing": (num_pages - num_durable) * page_size,
+            **told,
+        }
 
 
 def _store_soon(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> None:
@@ -303,7 +284,6 @@ def selector_of(cache: TieredRadixCache, body: dict[str, Any]) -> Steps:
 def selectors_of(cache: TieredRadixCache, body: dict[str, Any], *, newest: bool = False) -> Steps:
     """Return every prefix that a body names: of a conversation those of its recent requests and of
     its pins, the newest first. Of ``newest``, at least that."""
-    extra_key, cache_salt = body.get("extra_key"), body.get("cache_salt")
     if "rid" in body:
         recent = recent_of(cache, body)
         return [] if recent is None else [recent.selector]
@@ -313,10 +293,9 @@ def selectors_of(cache: TieredRadixCache, body: dict[str, Any], *, newest: bool 
         found = [recent.selector for recent in recents]
         if found and newest:
             return found
-        pinned = yield from pinned_prefixes(cache, tenant, conversation, extra_key, cache_salt)
-        return found + [prefix for _, prefix in pinned]
-    extra_key = cache.hidden_tenants.key_of(key_of_request(extra_key, None), cache_salt)
-    return [PrefixSelector(array("q", body["input_ids"]), extra_key, cache_salt)]
+        pinned = yield from pins_of_conversation(cache, tenant, conversation)
+        return found + [note.prefix(cache, body) for _, note in pinned]
+    return [prefix_of(cache, body, array("q", body["input_ids"]))]
 
 
 def recent_of(cache: TieredRadixCache, body: dict[str, Any]) -> Recent | None:

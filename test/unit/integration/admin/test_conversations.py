@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration.admin import calls, conversations, listing
 from sglang_tiered.integration.admin import conversation_calls as pins
@@ -108,30 +109,14 @@ def test_id_selects_the_newest_of_its_tenant(world: CacheWorld) -> None:
     assert named(selector_of, world.cache, {**body, "cache_salt": "s"}) is None
 
 
-def test_failed_checkpoint_leaves_no_rank_alone(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It raised on its rank, and the others waited in their exchange."""
-
-    def fail(*_: Any) -> int:
-        raise OSError("a bucket that is closed")
-
-    monkeypatch.setattr(conversations, "make_durable", fail)
-    note(world, "1", A)
-    answer = Caller(world)("checkpoint", rid="1")
-    assert (answer["num_tokens"], answer["num_missing"]) == (0, len(A))
-
-
-def test_checkpoint_that_nobody_waits_for_is_not_begun(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_that_nobody_waits_for_is_not_begun(world: CacheWorld, ask: Caller) -> None:
     """Or those given up would keep the threads that the next ones need."""
-    begun: list[float] = []
-    monkeypatch.setattr(conversations, "make_durable", lambda *given: begun.append(given[-1]) or 1)
-    given = world.cache.storage, ["0" * 64], Tier.NVME, NO_TENANT
-    assert conversations._durable_pages(*given, time.monotonic() - 0.1) == 0 and not begun
-    assert conversations._durable_pages(*given, time.monotonic() + 20.0) == 1
-    assert 19.0 < begun[0] <= 20.0, "what is left of the time since it was asked for"
+    note(world, "1", A)
+    assert ask("checkpoint", rid="1")["num_missing"] == 0
+    hashes = world.cache.page_hashes(RadixKey(A, None))
+    given = world.cache.storage, hashes, Tier.NVME, NO_TENANT
+    assert conversations.make_durable(*given, -0.1) == 0
+    assert conversations.make_durable(*given, 20.0) == len(hashes)
 
 
 def test_pinned_id_is_found_after_a_restart(open_world: Open) -> None:
@@ -214,21 +199,29 @@ def test_tenants_see_their_own_alone(world: CacheWorld, ask: Caller) -> None:
     assert len(ask.rows()) == 1
 
 
-def test_refused_on_one_rank_is_refused_on_all(
-    world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tier", ["nvme", "object"])
+def test_refusal_elsewhere_keeps_the_pin_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
-    note(world, "1", A, "chat")
-    told: list[int] = []  # that it has taken the pin
+    """Ranks pin, or none does; and the earlier pin of that name stays on all."""
+    with cache_world(tmp_path / "1", monkeypatch, bucket=tmp_path / "bucket") as world:
+        ask, told = Caller(world), list[int]()  # that this rank can
+        note(world, "1", A, "chat")
+        assert ask.pin(rid="1", tier=tier)["num_missing"] == 0
+        pinned = ask.rows()[0]["pins"]
+        note(world, "2", A + B, "chat")
 
-    def reduce(data: torch.Tensor, _: Any) -> None:
-        if len(data) == 1:
-            told.extend(data.tolist())
-            data.fill_(0)
+        def reduce(data: torch.Tensor, _: Any) -> None:
+            if len(data) == 1:
+                told.extend(data.tolist())
+                data.fill_(0)
 
-    monkeypatch.setattr(world.cache, "_all_reduce_attn_groups", reduce)
-    answer = ask.pin(rid="1")
-    assert answer["status"] == 409 and "another rank" in answer["error"]
-    assert told == [1] and world.cache.storage.region_engine.pins() == []
+        with monkeypatch.context() as other_rank:
+            other_rank.setattr(world.cache, "_all_reduce_attn_groups", reduce)
+            answer = ask.pin(rid="2", tier=tier)
+        assert answer["status"] == 409 and "another rank" in answer["error"]
+        assert told == [1] and ask.rows()[0]["pins"] == pinned
+        assert ask.pin(rid="2", tier=tier)["num_tokens"] == len(A + B)
 
 
 def test_bucket_keeps_what_is_pinned_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
