@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx
@@ -66,25 +67,18 @@ class TierClient(SyncCalls):
         says which parameters that suits."""
         answer = Answer(input_ids, sampling_params, is_seeded=is_seeded, resume_s=resume_s)
         timeout = httpx.Timeout(self._http.timeout.connect, read=silence_s)
-        while True:
-            try:
-                with self._http.stream(
-                    "POST", PATH, json=answer.body(), timeout=timeout
-                ) as response:
-                    if response.status_code != 200:
-                        text = response.read().decode(errors="replace")
-                        answer.check_status(response.status_code, response.headers, text)
-                    for data in response.iter_bytes():
-                        for piece in answer.read(data):
-                            yield piece
-                            if piece.finish_reason is not None:
-                                return
-                raise BrokenStreamError("it ended before the answer did")
-            except _FAILURES as error:
-                if not _is_break(error, answer):
-                    raise _unsent(self._http, PATH, error) from error
-                pause_s = answer.resume(error, _why(error))
-            time.sleep(pause_s)
+        while not answer.has_ended:
+            time.sleep(answer.wait_s)
+            with (
+                _resuming(self._http, answer),
+                self._http.stream("POST", PATH, json=answer.body(), timeout=timeout) as response,
+            ):
+                if response.status_code != 200:
+                    answer.refuse(response.status_code, response.headers, response.read())
+                for data in response.iter_bytes():
+                    yield from answer.read(data)
+                    if answer.has_ended:
+                        return
 
     def close(self) -> None:
         """Close its connections."""
@@ -127,25 +121,19 @@ class AsyncTierClient(AsyncCalls):
         """As ``TierClient.generate``."""
         answer = Answer(input_ids, sampling_params, is_seeded=is_seeded, resume_s=resume_s)
         timeout = httpx.Timeout(self._http.timeout.connect, read=silence_s)
-        while True:
-            try:
-                async with self._http.stream(
-                    "POST", PATH, json=answer.body(), timeout=timeout
-                ) as response:
+        while not answer.has_ended:
+            await asyncio.sleep(answer.wait_s)
+            with _resuming(self._http, answer):
+                stream = self._http.stream("POST", PATH, json=answer.body(), timeout=timeout)
+                async with stream as response:
                     if response.status_code != 200:
-                        text = (await response.aread()).decode(errors="replace")
-                        answer.check_status(response.status_code, response.headers, text)
+                        body = await response.aread()
+                        answer.refuse(response.status_code, response.headers, body)
                     async for data in response.aiter_bytes():
                         for piece in answer.read(data):
                             yield piece
-                            if piece.finish_reason is not None:
-                                return
-                raise BrokenStreamError("it ended before the answer did")
-            except _FAILURES as error:
-                if not _is_break(error, answer):
-                    raise _unsent(self._http, PATH, error) from error
-                pause_s = answer.resume(error, _why(error))
-            await asyncio.sleep(pause_s)
+                        if answer.has_ended:
+                            return
 
     async def aclose(self) -> None:
         """Close its connections."""
@@ -200,6 +188,19 @@ def _unsent(http: httpx.Client | httpx.AsyncClient, path: str, error: Exception)
     return RequestError(
         f"{url} cannot be reached ({_why(error)}); start that server, or pass its URL"
     )
+
+
+@contextmanager
+def _resuming(http: httpx.Client | httpx.AsyncClient, answer: Answer) -> Iterator[None]:
+    """Have an answer go on with another stream where one breaks within. Raises ``RequestError``."""
+    try:
+        yield
+        if not answer.has_ended:
+            raise BrokenStreamError("it ended before the answer did")
+    except _FAILURES as error:
+        if not _is_break(error, answer):
+            raise _unsent(http, PATH, error) from error
+        answer.resume(error, _why(error))
 
 
 def _is_break(error: Exception, answer: Answer) -> bool:

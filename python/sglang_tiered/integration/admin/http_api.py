@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import Request, Response  # noqa: TC002 - FastAPI reads them out of annotations
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 
 from sglang_tiered.api import (
     CALLS,
@@ -69,9 +69,7 @@ NOT_LOGGED = (
 
 PATH = "/tier/"
 
-_REFUSAL = (
-    b'{"error":"a page of another site had a browser send this; start the server with --api-key"}'
-)
+_REFUSAL = "a page of another site had a browser send this; start the server with --api-key"
 
 
 def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
@@ -248,26 +246,12 @@ class TierPage:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        method = scope.get("method")
-        if path == PATH and method in ("GET", "HEAD"):
-            await _answer(send, 200, *_page(), is_shown=method == "GET")
+        answers = self._app
+        if path == PATH and scope.get("method") in ("GET", "HEAD"):
+            answers = _page()
         elif path.startswith(PATH) and not self._has_key and _is_of_another_site(scope):
-            await _answer(send, 403, _REFUSAL, [(b"content-type", b"application/json")])
-        else:
-            await self._app(scope, receive, send)
-
-
-async def _answer(
-    send: Any,
-    status: int,
-    body: bytes,
-    headers: list[tuple[bytes, bytes]],
-    *,
-    is_shown: bool = True,
-) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-    await send({"type": "http.response.body", "body": body if is_shown else b""})
+            answers = JSONResponse({"error": _REFUSAL}, 403)
+        await answers(scope, receive, send)
 
 
 def _is_of_another_site(scope: Any) -> bool:
@@ -281,8 +265,8 @@ def _is_of_another_site(scope: Any) -> bool:
 
 
 @functools.cache
-def _page() -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """Return the page and its headers. Read when somebody first looks."""
+def _page() -> Response:
+    """Return the page, which is read when somebody first looks."""
     text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     policy = "; ".join(
         (
@@ -295,15 +279,13 @@ def _page() -> tuple[bytes, list[tuple[bytes, bytes]]]:
             "frame-ancestors 'none'",
         )
     )
-    body = text.encode()
     headers = {
-        "content-type": "text/html; charset=utf-8",
         "content-security-policy": policy,
         "cache-control": "no-cache",
         "referrer-policy": "no-referrer",
         "x-content-type-options": "nosniff",
     }
-    return body, [(name.encode(), value.encode()) for name, value in headers.items()]
+    return HTMLResponse(text, headers=headers)
 
 
 def _digest(element: str, text: str) -> str:
