@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -200,3 +201,21 @@ def test_half_a_record_leaves_the_one_before() -> None:
             assert [found.at for found in board.read()] == [1.0], place
             board._memory[place] = byte
         assert [found.at for found in board.read()] == [2.0]
+
+
+def test_no_other_file_is_taken_for_the_board(tmp_path: Path) -> None:
+    """Its launcher may have ended, and its number be that of a process with a file of that size."""
+    environment: dict[str, str] = {}
+    with CostBoard.create(2, 1) as board:
+        board.to_environment(environment)
+        opened = CostBoard.from_environment(environment)
+        assert opened is not None and (opened.boot, opened.num_ranks) == (board.boot, 2)
+        with opened:
+            opened.write(record(at=3.0), 0.0)
+        assert [found.at for found in board.read()] == [3.0]
+    (told,) = environment.values()
+    file = tmp_path / "file"
+    file.write_bytes(bytes(4 * cost_board.PLACE_BYTES))
+    other = {cost_board.ENVIRONMENT_VARIABLE: ":".join([str(file), *told.split(":")[1:]])}
+    for each in (environment, other):
+        assert CostBoard.from_environment(each) is None
