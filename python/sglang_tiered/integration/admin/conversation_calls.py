@@ -30,11 +30,11 @@ from sglang_tiered.integration.admin.calls import (
 from sglang_tiered.integration.admin.conversations import (
     NOT_WRITTEN,
     erasure_of,
+    key_of,
     locate,
     num_known,
-    recent_of,
-    selector_of,
-    selectors_of,
+    prefix_of_body,
+    prefixes_of_body,
     tenant_of_body,
     tier_of,
     until_durable,
@@ -87,27 +87,25 @@ def pin(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
     """Pin a conversation in a tier, and then make it durable there."""
     storage = store_of(cache)
     tier = tier_of(cache, storage, body.get("tier", "nvme"))
-    selector = yield from selector_of(cache, body)
-    if selector is None:
+    named = yield from prefix_of_body(cache, body)
+    if named is None:
         return UNKNOWN
-    located = locate(cache, selector)
-    if not located.hashes:
+    selector, located = named.selector, locate(cache, named.selector)
+    hashes = cache.page_hashes(located.key)
+    if not hashes:
         raise CallError(TOO_SHORT.format(cache.page_size))
-    num_held = num_known(cache, storage, located)
+    num_held = num_known(cache, storage, located, hashes)
     knows, most_held = yield [int(storage.knows_namespace), -num_held]
     if not knows:  # it would keep no page: none has a name yet
         raise CallError(NO_NAMESPACE, 503)
     if not most_held:  # none on any rank
         return {"done": True, "unknown": NOTHING_HELD}
-    tenants = cache.hidden_tenants
-    tenant = tenants.tenant_of(selector.extra_key, selector.cache_salt)
-    conversation = _conversation(cache, body)
-    name, ttl = body.get("name") or conversation or located.hashes[-1], body.get("ttl")
+    name, ttl = body.get("name") or named.conversation or hashes[-1], body.get("ttl")
     until_s = None if ttl is None else body["now"] + ttl
-    note = PinNote.of(
-        selector.tokens, conversation, tenants.adapter_of(selector.extra_key), body["now"]
-    ).pack()
-    wanted = stored_name(tenant, name), storage.keys_of_pools(located.hashes), tenant, until_s, note
+    adapter = cache.hidden_tenants.adapter_of(selector.extra_key)
+    note = PinNote.of(selector.tokens, named.conversation, adapter, body["now"]).pack()
+    keys = storage.keys_of_pools(hashes)
+    wanted = stored_name(named.tenant, name), keys, named.tenant, until_s, note
     keeper = keepers(storage).get(tier)  # none on a rank that borrows the pages of another
     refusal = None if keeper is None else keeper.pin(*wanted, only_asks=True)
     (may_pin,) = yield [int(not isinstance(refusal, PinRefusal))]
@@ -119,7 +117,7 @@ def pin(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
     if isinstance(kept, PinRefusal):  # since it was asked: the one before is still there
         kept = ended(False)
     told = {"name": name, "pinned_until": until_s}
-    return (yield from until_durable(cache, storage, selector, tier, kept, **told))
+    return (yield from until_durable(cache, storage, named, tier, kept, **told))
 
 
 def unpin(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
@@ -136,30 +134,22 @@ def unpin(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
         yield {"done": bool(done)}
 
 
-def _conversation(cache: TieredRadixCache, body: dict[str, Any]) -> str | None:
-    """Return the id of the conversation that a body selects, if it has one."""
-    recent = recent_of(cache, body) if "rid" in body else None
-    found: str | None = body.get("conversation_id")
-    return found if recent is None else recent.conversation
-
-
 def _stored_names(cache: TieredRadixCache, body: dict[str, Any]) -> Steps:
     """Return the pins that a body names, as stores know them; none where its ``rid`` or
     ``conversation_id`` is not known, or names no page."""
-    tenant = tenant_of_body(cache, body)
+    tenant, names = tenant_of_body(cache, body), []
     if "name" in body:
         return [stored_name(tenant, body["name"])]
     if "conversation_id" in body:
         found = yield from pins_of_conversation(cache, tenant, body["conversation_id"])
-        return list(dict.fromkeys(name for name, _ in found))
-    selector = yield from selector_of(cache, body)
-    hashes = [] if selector is None else locate(cache, selector).hashes
-    if selector is None or not hashes:
-        return []
-    tenant = cache.hidden_tenants.tenant_of(selector.extra_key, selector.cache_salt)
-    unnamed = stored_name(tenant, _conversation(cache, body) or hashes[-1])
-    named = yield from pins_of_prefix(cache, tenant, selector)
-    return list(dict.fromkeys((unnamed, *(name for name, _ in named))))
+    else:
+        named = yield from prefix_of_body(cache, body)
+        hashes = [] if named is None else cache.page_hashes(key_of(cache, named.selector))
+        if named is None or not hashes:
+            return []
+        names = [stored_name(named.tenant, named.conversation or hashes[-1])]
+        found = yield from pins_of_prefix(cache, named.tenant, named.selector)
+    return list(dict.fromkeys([*names, *(name for name, _ in found)]))
 
 
 _allowance, _allowance_again = ForgetAllowance(), ForgetAllowance()
@@ -178,7 +168,8 @@ def forget(cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Steps:
     selectors: list[PrefixSelector] = []
     hashes: list[str] = body.get("hashes", [])
     if "hashes" not in body:
-        selectors = _longest((yield from selectors_of(cache, body)))
+        prefixes = yield from prefixes_of_body(cache, body)
+        selectors = _longest([each.selector for each in prefixes])
         if not selectors:
             return UNKNOWN
         behind = (_pages_behind(cache, each, num_kept) for each in selectors)
@@ -253,14 +244,14 @@ def prefetch(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
     storage, tiering = store_of(cache), cache.tiering
     if tiering is None or cache.buffer_pipeline is not None:
         raise CallError(NOT_HERE)
-    hints, selector = tiering.hints, (yield from selector_of(cache, body))
-    if selector is None:
+    hints, named = tiering.hints, (yield from prefix_of_body(cache, body))
+    if named is None:
         return UNKNOWN
-    tokens, extra_key, cache_salt = selector
+    tokens, extra_key, cache_salt = named.selector
     extra_key = cache.hidden_tenants.key_of(extra_key, cache_salt)
     chain = chain_of(cache, tokens, extra_key, cache_salt)
     hinted: Hinted = yield from _begin(cache, storage, hints, chain)
-    del body, selector, tokens, chain  # long, and kept for as long as nobody asks again
+    del body, named, tokens, chain  # long, and kept for as long as nobody asks again
     while True:  # hints are alike on all ranks
         store_of(cache)
         if hinted.why_dropped:

@@ -16,7 +16,7 @@ import msgspec
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.integration.admin.calls import is_detached, on_thread, store_of
-from sglang_tiered.integration.admin.conversations import key_of, tenant_of_body, tokens_in_memory
+from sglang_tiered.integration.admin.conversations import key_of, locate, tenant_of_body
 from sglang_tiered.integration.admin.pin_notes import (
     NO_NOTE,
     Pinned,
@@ -77,14 +77,14 @@ def conversations(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Step
         row.note.prefix(cache, body) if row.rid is None else recents[row.rid].selector
         for row in rows
     ]
-    in_memory: list[tuple[int, int]] = []  # device, host
+    in_memory: list[tuple[int, ...]] = []  # device, host
     num_left = _STEP_TOKENS
     for selector in selectors:
         if num_left <= 0:
             yield {"done": False}
             num_left = _STEP_TOKENS
         num_left -= max(len(selector.tokens), _STEP_TOKENS // _STEP_ROWS)
-        in_memory.append(tokens_in_memory(cache, selector))
+        in_memory.append(locate(cache, selector)[2:])
     counted = yield from on_thread(cache, partial(_count_tiers, cache, storage, selectors))
     of_rows = zip(in_memory, counted, strict=True)
     number = iter((yield [count for held, stored in of_rows for count in (*held, *stored)]))

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_tiered.integration.admin import calls, conversations, listing
 from sglang_tiered.integration.admin import conversation_calls as pins
 from sglang_tiered.integration.admin.control import Control
-from sglang_tiered.integration.admin.conversations import selector_of, selectors_of
+from sglang_tiered.integration.admin.conversations import prefix_of_body, prefixes_of_body
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import NO_TENANT, tenant_digest
 from sglang_tiered.storage.base import Tier
@@ -102,11 +102,11 @@ def test_id_selects_the_newest_of_its_tenant(world: CacheWorld) -> None:
     ):  # fmt: skip
         recents.note_request(rid, PrefixSelector(tokens, key, None), tenant, "chat")
     body = {"conversation_id": "chat"}
-    assert named(selector_of, world.cache, body).tokens == B
-    assert [each.tokens for each in named(selectors_of, world.cache, body)] == [B, A]
-    (found,) = named(selectors_of, world.cache, {**body, "extra_key": "acme"})
-    assert found.extra_key == "acme"
-    assert named(selector_of, world.cache, {**body, "cache_salt": "s"}) is None
+    assert named(prefix_of_body, world.cache, body).selector.tokens == B
+    assert [each.selector.tokens for each in named(prefixes_of_body, world.cache, body)] == [B, A]
+    (found,) = named(prefixes_of_body, world.cache, {**body, "extra_key": "acme"})
+    assert found.selector.extra_key == "acme"
+    assert named(prefix_of_body, world.cache, {**body, "cache_salt": "s"}) is None
 
 
 def test_checkpoint_that_nobody_waits_for_is_not_begun(world: CacheWorld, ask: Caller) -> None:
@@ -130,8 +130,8 @@ def test_pinned_id_is_found_after_a_restart(open_world: Open) -> None:
     with open_world() as world:
         ask = Caller(world)
         body = {"conversation_id": "chat"}
-        assert named(selector_of, world.cache, body).tokens == A
-        assert named(selector_of, world.cache, {**body, "extra_key": "x"}) is None
+        assert named(prefix_of_body, world.cache, body).selector.tokens == A
+        assert named(prefix_of_body, world.cache, {**body, "extra_key": "x"}) is None
         first, second = ask.rows()
         assert (first["id"], first["num_tokens"], first["nvme"]) == ("chat", len(A), len(A))
         (pin,) = first["pins"]
@@ -240,8 +240,8 @@ def test_bucket_keeps_what_is_pinned_there(tmp_path: Path, monkeypatch: pytest.M
         ask.pin(**body, tier="object")
     with cache_world(tmp_path / "2", monkeypatch, bucket=tmp_path / "bucket") as world:
         ask = Caller(world)
-        world.until(lambda: named(selector_of, world.cache, body) is not None)
-        assert named(selector_of, world.cache, body).tokens == A
+        world.until(lambda: named(prefix_of_body, world.cache, body) is not None)
+        assert named(prefix_of_body, world.cache, body).selector.tokens == A
         (row,) = ask.rows()
         assert [(pin["name"], pin["tier"]) for pin in row["pins"]] == [("chat", "object")]
         assert ask("unpin", name="chat") == {"done": True}
@@ -260,7 +260,7 @@ def test_forgotten_conversation_leaves_nothing_behind(world: CacheWorld, ask: Ca
     for tokens in branches:
         held = ask("residency", input_ids=list(tokens))
         assert held["device"] == held["host"] == 2 * PAGE
-    assert named(selector_of, world.cache, {"conversation_id": "chat"}) is None
+    assert named(prefix_of_body, world.cache, {"conversation_id": "chat"}) is None
     assert [row["id"] for row in ask.rows()] == ["other", None, None, None]
     assert [data for _, data in world.cache.storage.region_engine.pin_notes(NO_TENANT)] == [b""] * 3
 
