@@ -78,11 +78,6 @@ class Control:
             self._cache.hide_heard = partial(self._hide_heard, cache)
             self.costs = _publish_costs(scheduler, self._cache)
 
-    @staticmethod
-    def is_ours(message: Any) -> bool:
-        """Whether a message to SGLang's debugger is one of the tiers."""
-        return bool(message.method.startswith(CONTROL_PREFIX))
-
     def reply(self, message: Any) -> None:
         """Answer a control message of the tiers."""
         from sglang.srt.managers.io_struct import DumperControlReqOutput
@@ -118,16 +113,6 @@ class Control:
             cache.hidden_tenants.release_all()
             # A paused scheduler is flushed with requests waiting.
             _use_new_keys(self._scheduler, cache)
-
-    def clear(self) -> Any:
-        """Empty memory where SGLang would clear the storage, and return its answer; None where the
-        storage is another's."""
-        if self._cache is None or self._cache.storage is None:
-            return None
-        from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
-
-        self.rest()
-        return ClearHiCacheReqOutput(success=bool(self._scheduler.flush_cache()))
 
     def before_idle(self) -> None:
         """Tell routers that the scheduler has nothing to do: it rests within SGLang's method."""
