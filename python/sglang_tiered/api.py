@@ -338,7 +338,8 @@ class ConversationsCall(_OfTenant):
 class CostsCall(Call):
     """What computing and loading cost here, and how busy the server is."""
 
-    path, answer, method, statuses = "/tier/costs", ServerCosts, "GET", (404, 503)
+    path, answer, method = "/tier/costs", ServerCosts, "GET"
+    statuses = (400, 404, 503)
 
 
 class RequestsCall(Call):

@@ -32,9 +32,6 @@ ENVIRONMENT_VARIABLE = "SGLANG_TIERED_COSTS"
 PLACE_BYTES = 4096
 """A record takes about 1 kB."""
 
-MAX_READS = 4
-"""Of a place: a writer takes microseconds, and 50 milliseconds pass before it comes back."""
-
 _NAME = "sglang-tiered-costs"
 _LENGTH = struct.Struct("<I")
 
@@ -112,21 +109,16 @@ class CostBoard:
 
     def read(self, clock: Callable[[], float] = time.monotonic) -> tuple[RankCosts, ...]:
         """Return the last record of every rank that has written one, each with its age."""
-        entries = [self._read(rank) for rank in range(self.num_ranks)]
+        entries = []
+        for rank in range(self.num_ranks):
+            found = [self._entry(_start(rank, turn)) for turn in range(2)]
+            whole = [entry for entry in found if entry is not None]
+            entries += sorted(whole, key=lambda entry: entry.number)[-1:]
         now = clock()
         return tuple(
             msgspec.structs.replace(entry.costs, age_s=max(0.0, now - entry.clock_s))
             for entry in entries
-            if entry is not None
         )
-
-    def _read(self, rank: int) -> _Entry | None:
-        for _ in range(MAX_READS):
-            found = [self._entry(_start(rank, turn)) for turn in range(2)]
-            entries = [entry for entry in found if entry is not None]
-            if entries:
-                return max(entries, key=lambda entry: entry.number)
-        return None
 
     def _entry(self, start: int) -> _Entry | None:
         (length,) = _LENGTH.unpack_from(self._memory, start)

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.admin.cost_board import CostBoard
     from sglang_tiered.request_log import RequestLogConfig
 
+    Answer = Callable[[Call, Request], Awaitable[Report]]
     Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
     Application = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -79,13 +80,10 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
 
     app.add_middleware(ModelDoor)
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
-    others = {
-        CostsCall: _costs_endpoint(board, config),
-        RequestsCall: _endpoint(RequestsCall, _newest(config)),
-    }
+    others = {CostsCall: _costs(board, config), RequestsCall: _newest(config)}
     for call in CALLS:
-        endpoint = others.get(call) or _endpoint(call, _ask_schedulers)
-        app.add_api_route(call.path, guarded(endpoint), methods=[call.method], response_model=None)
+        endpoint = guarded(_endpoint(call, others.get(call, _ask_schedulers)))
+        app.add_api_route(call.path, endpoint, methods=[call.method], response_model=None)
 
 
 def _manager() -> Any:
@@ -94,54 +92,54 @@ def _manager() -> Any:
     return get_global_state().tokenizer_manager
 
 
-async def _ask_schedulers(call: Call) -> Report:
+async def _ask_schedulers(call: Call, _: Request) -> Report:
     return await TierService(_manager()).answer(call)
 
 
-def _endpoint(call: type[Call], answer: Callable[[Any], Awaitable[Report]]) -> Endpoint:
+def _endpoint(call: type[Call], answer: Answer) -> Endpoint:
     """Return the handler of one call, which ``answer`` answers."""
 
     async def endpoint(request: Request) -> Response:
         try:
             given = dict(request.query_params) if call.method == "GET" else await _json(request)
-            report = await answer(decode(call, given))
+            report = await answer(decode(call, given), request)
         except CallError as error:
             report = Report(error.status, {"error": str(error)})
-        body = msgspec.json.encode(report.body)
-        return Response(body, report.status, media_type="application/json")
+        body, again = msgspec.json.encode(report.body), {"Retry-After": "1"}
+        headers = again if report.status == 503 else None
+        return Response(body, report.status, headers, media_type="application/json")
 
     return endpoint
 
 
-def _costs_endpoint(board: CostBoard, config: TieredConfig) -> Endpoint:
-    """Return the handler of ``/tier/costs``, which reads memory only. It hears there of requests
-    that were given up, too."""
+def _costs(board: CostBoard, config: TieredConfig) -> Answer:
+    """Return what answers ``/tier/costs``, which reads memory only. It hears there of requests that
+    were given up, too."""
 
-    async def costs(request: Request) -> Response:
+    async def costs(_: Call, request: Request) -> Report:
         manager = _manager()
         abort_rooms(manager, request.headers.get(ABANDONED, ""))
         draining, events = is_draining(manager), event_source(manager.server_args)
         try:
-            answer = server_costs(board, config, draining=draining, events=events)
+            return Report(200, server_costs(board, config, draining=draining, events=events))
         except CallError as error:
-            again = {"Retry-After": "1"} if error.status == 503 else None
             part = {  # what a router must know of a server without costs
                 "disaggregation_mode": manager.disaggregation_mode.value,
                 "disaggregation_bootstrap_port": manager.server_args.disaggregation_bootstrap_port,
                 "draining": draining,
             }
-            return JSONResponse({"error": str(error), **part}, error.status, again)
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+            return Report(error.status, {"error": str(error), **part})
 
     return costs
 
 
-def _newest(config: TieredConfig) -> Callable[[RequestsCall], Awaitable[Report]]:
+def _newest(config: TieredConfig) -> Answer:
     """Return what answers ``/tier/requests``, which reads files on a thread. One look at a time:
     a disk that hangs may not take the threads that name look-ups and others want."""
     look = asyncio.Lock()
 
-    async def newest(call: RequestsCall) -> Report:
+    async def newest(call: Call, _: Request) -> Report:
+        assert isinstance(call, RequestsCall)
         if look.locked():
             raise CallError("the lines are being read for somebody else; ask again", 503)
         async with look:

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from starlette.requests import Request
 
 from kit.cost_records import record_of
+from sglang_tiered.api import CostsCall
 from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.admin import cost_board, http_api
 from sglang_tiered.integration.admin.cost_board import CostBoard
@@ -121,8 +122,10 @@ def ask(
     module: Any = ModuleType("sglang.srt.entrypoints.http_server")
     module.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    request = Request({"type": "http", "headers": [(ABANDONED.encode(), abandoned.encode())]})
-    return asyncio.run(http_api._costs_endpoint(board, config)(request)), aborted
+    headers = [(ABANDONED.encode(), abandoned.encode())]
+    request = Request({"type": "http", "query_string": b"", "headers": headers})
+    endpoint = http_api._endpoint(CostsCall, http_api._costs(board, config))
+    return asyncio.run(endpoint(request)), aborted
 
 
 def test_servers_that_learn_nothing_say_so(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
