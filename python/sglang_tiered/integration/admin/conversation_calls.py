@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.api import CallError
@@ -66,6 +65,7 @@ NOTHING_HELD = (
     "no page of the prefix is in memory or a tier, so there is nothing to keep; pin it once it is "
     "computed"
 )
+NO_PIN = "there is no such pin"
 REFUSED_ELSEWHERE = "another rank of this server cannot pin so much; unpin something"
 
 DETACHED = (
@@ -125,7 +125,7 @@ def unpin(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
     here, names = keepers(store_of(cache)).values(), (yield from _stored_names(cache, body))
     has_any = any(keeper.has_pin(name) for keeper in here for name in names)
     if (yield [-int(has_any)]) == [0]:
-        return UNKNOWN
+        return {"done": True, "unknown": NO_PIN}
     begun = [each.unpin(name) for each in here for name in names]
     while True:
         done, durable = yield outcome(begun)
@@ -229,9 +229,7 @@ def _longest(selectors: list[PrefixSelector]) -> list[PrefixSelector]:
 
 
 def _pages_behind(cache: TieredRadixCache, selector: PrefixSelector, num_kept: int) -> list[str]:
-    key_of, salt = cache.hidden_tenants.key_of, selector.cache_salt
-    # By the key of now: what a purge has hidden matches nothing anyway.
-    key = RadixKey(selector.tokens, extra_key=key_of(selector.extra_key, salt), cache_salt=salt)
+    key = key_of(cache, selector)  # of now: what a purge has hidden matches nothing anyway
     pages = cache.page_hashes(key)
     if num_kept and len(pages) > num_kept:
         # The tree cuts its nodes where a match ends: what is kept can be stored by itself.

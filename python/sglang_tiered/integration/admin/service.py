@@ -40,7 +40,6 @@ NOT_FORGOTTEN = (
     "the pages are hidden here, but not every tier and every server has forgotten them for good; "
     "ask again"
 )
-UNKNOWN_PIN = "there is no such pin"
 
 Answer = dict[str, Any]
 
@@ -80,7 +79,7 @@ class TierService:
         number = uuid.uuid4().hex
         begun = await self._ask("forget", body, number=number, timeout_s=0.0)
         _known(begun)
-        asked = [self._ask("forget", _later(body), number=number)]
+        asked = [self._ask("forget", {}, number=number)]
         # Other replicas may hold pages of it too. The first answer of each names those it knows.
         pages = list(dict.fromkeys(each for answer in begun for each in answer.get("hashes", ())))
         if any(len(answer.get("hashes", ())) < len(pages) for answer in begun):
@@ -136,15 +135,9 @@ class TierService:
             done = all(answer.get("done", True) for answer in answers)
             if done or time.monotonic() >= deadline:
                 return answers
-            message = {**_later(body), "id": number}
+            message = {"id": number}  # by which each scheduler knows the call: a prompt is long
             await asyncio.sleep(pause_s)
             pause_s = min(1.2 * pause_s, _MAX_POLL_S)
-
-
-def _later(body: Answer) -> Answer:
-    """Return what a later question repeats. A prompt or hashes may be long, and every scheduler
-    knows the call by its number then, but where it knows no such ``rid``."""
-    return {} if body.keys() & {"input_ids", "hashes"} else body
 
 
 def _not_failed(answers: Sequence[Answer]) -> Sequence[Answer]:
@@ -156,13 +149,13 @@ def _not_failed(answers: Sequence[Answer]) -> Sequence[Answer]:
     return answers
 
 
-def _known(answers: Sequence[Answer], unknown: str = UNKNOWN) -> Sequence[Answer]:
+def _known(answers: Sequence[Answer]) -> Sequence[Answer]:
     """Return the answers of schedulers that know what was named, at least one. Raises
     ``CallError``, with what a scheduler said of it if one did."""
     known = [answer for answer in _not_failed(answers) if "unknown" not in answer]
     if not known:
         said = (answer["unknown"] for answer in answers if answer["unknown"] is not True)
-        raise CallError(next(said, unknown), 404)
+        raise CallError(next(said, UNKNOWN), 404)
     return known
 
 
@@ -211,7 +204,7 @@ def _durable(answers: Sequence[Answer]) -> Report:
 
 
 def _unpinned(answers: Sequence[Answer]) -> Report:
-    done = all(answer["done"] for answer in _known(answers, UNKNOWN_PIN))
+    done = all(answer["done"] for answer in _known(answers))
     return Report(200 if done else 503, {"unpinned": done})
 
 

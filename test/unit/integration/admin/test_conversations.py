@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     Open = Callable[[], AbstractContextManager[CacheWorld]]
 
 DEADLINE_S = 60.0
+GONE = {"done": True, "unknown": pins.NO_PIN}
 A, B = prompt(1, 4), prompt(2, 4)
 
 
@@ -137,24 +138,23 @@ def test_pinned_id_is_found_after_a_restart(open_world: Open) -> None:
         (pin,) = first["pins"]
         assert (pin["name"], pin["tier"], pin["pinned_until"]) == ("chat", "nvme", None)
         assert second["id"] == "other" and second["pins"][0]["pinned_until"] > time.time()
-        assert ask("unpin", conversation_id="nobody") == {"done": True, "unknown": True}
+        assert ask("unpin", conversation_id="nobody") == GONE
         assert ask("unpin", conversation_id="other") == {"done": True}
-        assert ask("unpin", name="n") == {"done": True, "unknown": True}
+        assert ask("unpin", name="n") == GONE
         assert [row["id"] for row in ask.rows()] == ["chat"]
 
 
 def test_unpin_takes_what_its_prefix_names(world: CacheWorld, ask: Caller) -> None:
     """Of its own tenant; and of a request the pin of its conversation too."""
-    gone = {"done": True, "unknown": True}
     note(world, "1", A)
     note(world, "2", A + B, "chat")
     for name in ("mine", "its"):
         ask.pin(rid="1", name=name)
     ask.pin(rid="2", name="longer")
     assert ask("unpin", rid="1") == {"done": True}
-    assert ask("unpin", name="mine") == ask("unpin", name="its") == gone
+    assert ask("unpin", name="mine") == ask("unpin", name="its") == GONE
     unaligned = [*(A + B), 7]
-    assert ask("unpin", input_ids=unaligned, extra_key="acme") == gone
+    assert ask("unpin", input_ids=unaligned, extra_key="acme") == GONE
     assert ask("unpin", input_ids=unaligned) == {"done": True}
     assert ask.pin(rid="2")["name"] == "chat"
     assert ask("unpin", rid="2") == {"done": True}
@@ -194,8 +194,8 @@ def test_tenants_see_their_own_alone(world: CacheWorld, ask: Caller) -> None:
     note(world, "1", A, "chat")
     ask.pin(rid="1")
     assert ask.rows(extra_key="acme") == []
-    assert ask("unpin", conversation_id="chat", extra_key="acme") == {"done": True, "unknown": True}
-    assert ask("unpin", name="chat", cache_salt="s") == {"done": True, "unknown": True}
+    assert ask("unpin", conversation_id="chat", extra_key="acme") == GONE
+    assert ask("unpin", name="chat", cache_salt="s") == GONE
     assert len(ask.rows()) == 1
 
 
