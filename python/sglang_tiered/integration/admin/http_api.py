@@ -1,7 +1,11 @@
-"""What SGLang's HTTP server answers of the tiers: endpoints and a page for people (``TierPage``).
+"""What SGLang's HTTP server answers of the tiers: endpoints, and a page for people.
 Routes, JSON and statuses: a refusal is ``{"error": SENTENCE}`` with the status of its
 ``api.CallError``. API keys are those of ``/flush_cache``; ``GET /tier/costs`` also takes one that
-opens nothing else (``keys``).
+opens nothing else (``keys``). Without keys a call is refused that comes from another site.
+
+The page is the same file for everybody and holds nothing of a server, so it needs no key. All that
+it shows comes from the calls, whose key the reader types in; the page keeps it in its tab and sends
+it as every client does. A browser never sends it by itself, so no other site can act with it.
 
 ``GET /tier/requests`` is answered here, from the end of the files of ``--tier-log-requests``. They
 are read when it is asked: no scheduler takes part, and nothing is kept while nobody asks.
@@ -22,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import Request, Response  # noqa: TC002 - FastAPI reads them out of annotations
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse
 
 from sglang_tiered.api import (
     CALLS,
@@ -36,6 +40,7 @@ from sglang_tiered.api import (
     decode,
 )
 from sglang_tiered.integration.admin.costs import abort_rooms, event_source, server_costs
+from sglang_tiered.integration.admin.keys import PAGE
 from sglang_tiered.integration.admin.role_switch import ModelDoor, is_draining
 from sglang_tiered.integration.admin.service import Report, TierService
 from sglang_tiered.policy.server_costs import ABANDONED
@@ -43,7 +48,7 @@ from sglang_tiered.request_log import VERSION, RequestRecord, Sources, older
 from sglang_tiered.tools.causes import cause
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
     from pathlib import Path
 
     from fastapi import FastAPI
@@ -54,10 +59,8 @@ if TYPE_CHECKING:
 
     Answer = Callable[[Call, Request], Awaitable[Report]]
     Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
-    Application = Callable[[Any, Any, Any], Awaitable[None]]
 
-__all__ = ["TAIL_BYTES", "TierPage", "add_page", "add_routes", "newest_requests"]
-
+__all__ = ["TAIL_BYTES", "add_routes", "newest_requests"]
 
 MINUTE_S = 60.0
 
@@ -68,21 +71,21 @@ NOT_LOGGED = (
     "this server writes no line of its requests; start it with --tier-log-requests FILE to see them"
 )
 
-PATH = "/tier/"
-
-_REFUSAL = "a page of another site had a browser send this; start the server with --api-key"
+OTHER_SITE = "a page of another site had a browser send this; start the server with --api-key"
 
 
-def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
-    """Add the endpoints. Call it once, before the server listens. The schedulers write their costs
-    to ``board``, which the caller keeps open."""
+def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig, *, has_key: bool) -> None:
+    """Add the endpoints and the page. Call it once, before the server listens. The schedulers write
+    their costs to ``board``, which the caller keeps open."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     app.add_middleware(ModelDoor)
+    app.add_route(PAGE, _page)
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
     others = {CostsCall: _costs(board, config), RequestsCall: _newest(config)}
     for call in CALLS:
-        endpoint = guarded(_endpoint(call, others.get(call, _ask_schedulers)))
+        answer = others.get(call, _ask_schedulers)
+        endpoint = guarded(_endpoint(call, answer, has_key=has_key))
         app.add_api_route(call.path, endpoint, methods=[call.method], response_model=None)
 
 
@@ -96,11 +99,13 @@ async def _ask_schedulers(call: Call, _: Request) -> Report:
     return await TierService(_manager()).answer(call)
 
 
-def _endpoint(call: type[Call], answer: Answer) -> Endpoint:
+def _endpoint(call: type[Call], answer: Answer, *, has_key: bool) -> Endpoint:
     """Return the handler of one call, which ``answer`` answers."""
 
     async def endpoint(request: Request) -> Response:
         try:
+            if not has_key and _is_of_another_site(request.headers):
+                raise CallError(OTHER_SITE, 403)
             given = dict(request.query_params) if call.method == "GET" else await _json(request)
             report = await answer(decode(call, given), request)
         except CallError as error:
@@ -221,49 +226,21 @@ def _tail(path: Path, num_bytes: int) -> tuple[list[RequestRecord], bool]:
     return records, has_more
 
 
-def add_page(app: Any, *, has_key: bool) -> None:
-    """Put the page in front of ``app``, SGLang's FastAPI application, and of the keys that SGLang
-    asks every path for, if it ``has_key``. Call it once, before the server listens."""
-    build = app.build_middleware_stack
-    app.build_middleware_stack = lambda: TierPage(build(), has_key=has_key)
-
-
-class TierPage:
-    """``GET /tier/``, a page for people, in front of SGLang's application. Answers ``GET`` and
-    ``HEAD`` of ``PATH``, and passes everything else on to ``app``. Without keys it refuses calls
-    below ``PATH`` that come from another site.
-
-    The page is the same file for everybody and holds nothing of a server, so it needs no key. All
-    that it shows comes from the calls, whose key the reader types in; the page keeps it in its tab
-    and sends it as every client does. A browser never sends it by itself, so no other site can act
-    with it.
-    """
-
-    def __init__(self, app: Application, *, has_key: bool) -> None:
-        self._app, self._has_key = app, has_key
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        answers = self._app
-        if path == PATH and scope.get("method") in ("GET", "HEAD"):
-            answers = _page()
-        elif path.startswith(PATH) and not self._has_key and _is_of_another_site(scope):
-            answers = JSONResponse({"error": _REFUSAL}, 403)
-        await answers(scope, receive, send)
-
-
-def _is_of_another_site(scope: Any) -> bool:
+def _is_of_another_site(headers: Mapping[str, str]) -> bool:
     """Whether another site's page has a browser send this. Such a page may send a ``POST`` of text
     to any server that the browser reaches. SGLang lets it add headers and read every answer."""
-    headers = dict(scope["headers"])
-    if site := headers.get(b"sec-fetch-site"):  # which browsers tell this machine and over TLS
-        return site in (b"cross-site", b"same-site")
-    origin = headers.get(b"origin")
-    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
+    if site := headers.get("sec-fetch-site"):  # which browsers tell this machine and over TLS
+        return site in ("cross-site", "same-site")
+    origin = headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != headers.get("host")
+
+
+async def _page(_: Request) -> Response:
+    return _read_page()
 
 
 @functools.cache
-def _page() -> Response:
+def _read_page() -> Response:
     """Return the page, which is read when somebody first looks."""
     text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     policy = "; ".join(

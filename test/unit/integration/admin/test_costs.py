@@ -124,7 +124,7 @@ def ask(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     headers = [(ABANDONED.encode(), abandoned.encode())]
     request = Request({"type": "http", "query_string": b"", "headers": headers})
-    endpoint = http_api._endpoint(CostsCall, http_api._costs(board, config))
+    endpoint = http_api._endpoint(CostsCall, http_api._costs(board, config), has_key=True)
     return asyncio.run(endpoint(request)), aborted
 
 
