@@ -6,7 +6,7 @@ import asyncio
 import ssl
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx
 
@@ -16,12 +16,14 @@ from sglang_tiered.errors import RequestError
 from sglang_tiered.loopback import is_loopback_url
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from sglang_tiered.client.calls import Request
     from sglang_tiered.client.generation import Generated
 
 __all__ = ["AsyncTierClient", "TierClient"]
+
+T = TypeVar("T")
 
 _FAILURES = (
     *(httpx.HTTPError, httpx.InvalidURL, ImportError, RuntimeError, TypeError, ValueError),
@@ -40,10 +42,7 @@ class TierClient(SyncCalls):
     def __init__(
         self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        try:
-            self._http = httpx.Client(**_settings(url, api_key, timeout_s))
-        except _FAILURES as error:
-            raise _unusable(url, error) from error
+        self._http = _opened(httpx.Client, url, api_key, timeout_s)
 
     def exchange(self, request: Request[Any]) -> tuple[int, Any, str]:
         try:
@@ -97,10 +96,7 @@ class AsyncTierClient(AsyncCalls):
     def __init__(
         self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        try:
-            self._http = httpx.AsyncClient(**_settings(url, api_key, timeout_s))
-        except _FAILURES as error:
-            raise _unusable(url, error) from error
+        self._http = _opened(httpx.AsyncClient, url, api_key, timeout_s)
 
     async def exchange(self, request: Request[Any]) -> tuple[int, Any, str]:
         try:
@@ -146,18 +142,23 @@ class AsyncTierClient(AsyncCalls):
         await self.aclose()
 
 
-def _settings(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
+def _opened(kind: Callable[..., T], url: str, api_key: str | None, timeout_s: float) -> T:
+    """Return a client of httpx of that kind. Raises ``RequestError``."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise RequestError(f"{url!r} is not the URL of a server; write http://HOST:PORT")
     if api_key and (api_key != api_key.strip() or not api_key.isprintable()):
         raise RequestError("api_key holds more than a key, perhaps a line's end; pass it alone")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    settings = {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout_s}
+    settings: dict[str, Any] = {"headers": headers, "timeout": timeout_s}
     settings["limits"] = httpx.Limits(max_connections=None)  # or answers wait for each other's
     if is_loopback_url(url):
         # Without what the environment says of proxies; OpenSSL reads its own variables.
         settings |= {"trust_env": False, "verify": ssl.create_default_context()}
-    return settings
+    try:
+        return kind(base_url=url.rstrip("/"), **settings)
+    except _FAILURES as error:
+        why = f"no client for {url} with these settings ({_why(error)}); mend them"
+        raise RequestError(why) from error
 
 
 def _parts(request: Request[Any]) -> dict[str, Any]:
@@ -171,10 +172,6 @@ def _json(response: httpx.Response) -> Any:
         return response.json()
     except ValueError:
         return None
-
-
-def _unusable(url: str, error: Exception) -> RequestError:
-    return RequestError(f"no client for {url} with these settings ({_why(error)}); mend them")
 
 
 def _unsent(http: httpx.Client | httpx.AsyncClient, path: str, error: Exception) -> RequestError:
