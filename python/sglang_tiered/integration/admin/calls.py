@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
 
 __all__ = [
+    "DETACHED",
     "NO_NAMESPACE",
     "UNKNOWN",
     "Answer",
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 NO_STORE = "this server has no tier that outlives it; start it with --tier-mode nvme"
-DETACHED = "the NVMe tier is detached; attach it and ask again"
+DETACHED = "the NVMe tier is detached, and keeps what it holds; attach it and ask again"
 NO_NAMESPACE = "the model's weights are still read, and until then no page is known; ask again"
 DROPPED = "too many calls of this kind at once; ask again"
 ELSEWHERE = "another rank of this server failed, as its log says; ask again"

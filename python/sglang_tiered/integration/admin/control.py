@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.admin.calls import Calls, is_detached, outcome
+from sglang_tiered.integration.admin.calls import DETACHED, Calls, is_detached, outcome
 from sglang_tiered.integration.admin.conversation_calls import forget, pin, prefetch, unpin
 from sglang_tiered.integration.admin.conversations import (
     checkpoint,
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Control", "hide_memory"]
 
 NO_TIERS = "this server has no tiers; start it with sglang_tiered.launch_server"
-DETACHED = (
-    "the NVMe tier is detached: what it holds was not purged, only memory was; attach it and purge "
-    "again"
-)
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_tiered.api import CallError
 from sglang_tiered.budgets import MAX_KEYS, WINDOW_S, ForgetAllowance
 from sglang_tiered.integration.admin.calls import (
+    DETACHED,
     NO_NAMESPACE,
     UNKNOWN,
     is_detached,
@@ -68,10 +69,6 @@ NOTHING_HELD = (
 NO_PIN = "there is no such pin"
 REFUSED_ELSEWHERE = "another rank of this server cannot pin so much; unpin something"
 
-DETACHED = (
-    "the NVMe tier is detached: what it holds was not forgotten, only what memory held was; attach "
-    "it and ask again"
-)
 STAGED = (
     "the pages are hidden, and the first stage has forgotten them for good, but with --pp-size "
     "above 1 nobody can tell that of the others"

@@ -81,7 +81,7 @@ def make_durable(
     """Wait until pages are durable in a tier, and return how many leading ones are. For NVMe, pages
     that only the bucket or other servers hold are loaded and stored under their tenant. Never on
     the scheduler thread."""
-    if work_s < 0:
+    if work_s <= 0:
         return 0  # nobody waits for it any more, and the next ones need the thread
     shard, stack = storage.region_engine, storage.stack
     if not isinstance(shard, RegionEngine):
@@ -286,10 +286,10 @@ def prefix_of_body(cache: TieredRadixCache, body: dict[str, Any]) -> Steps:
 def prefixes_of_body(
     cache: TieredRadixCache, body: dict[str, Any], *, newest: bool = False
 ) -> Steps:
-    """Return every prefix that a body names, each as if a request had left it (``Recent``): of a
-    conversation those of its recent requests and of its pins, the newest first. Of ``newest``, at
-    least that. A ``rid`` that comes with the keys of another tenant is not known: clients choose
-    it, so another tenant may know it."""
+    """Return every prefix that a body names, each as if a request had left it (``Recent``). Of a
+    conversation these are those of its recent requests and of its pins, the newest first; of
+    ``newest``, at least that. A ``rid`` that comes with the keys of another tenant is not known:
+    clients choose it, so another tenant may know it."""
     tenant = tenant_of_body(cache, body)
     if "rid" in body:
         recent = cache.recent_requests.find(body["rid"])

@@ -263,7 +263,7 @@ class CostPublisher:
             service_s=planner.service_s,
             num_others=planner.num_others(),
             busy=self._tiering.work.busy_share(now),
-            ahead_tokens=_three(planner.tokens_ahead(max(0, occupied))),
+            ahead_tokens=cast("tuple[int, int, int]", planner.tokens_ahead(max(0, occupied))),
             waiting=Waiting(_num_waiting(scheduler), planner.num_waiting_tokens),
             decode=DecodeLoad(
                 len(scheduler.running_batch.reqs),
@@ -374,8 +374,3 @@ def _decode_tokens(scheduler: Any, num_used: int) -> int | None:
         return None
     kept: int = scheduler.server_args.num_reserved_decode_tokens
     return min(int(batch.seq_lens_cpu.sum()), max(0, num_used)) + kept * len(batch.reqs)
-
-
-def _three(parts: tuple[int, ...]) -> tuple[int, int, int]:
-    nvme, peer, bucket = (*parts, 0, 0, 0)[:3]
-    return nvme, peer, bucket

@@ -157,12 +157,8 @@ def _newest(config: TieredConfig) -> Answer:
 async def _json(request: Request) -> Any:
     """Return the parsed body. Raises ``CallError``."""
     try:
-        return await request.json()
-    except RecursionError:
-        raise CallError(
-            "the body is nested too deeply; pass a JSON object of texts and token numbers"
-        ) from None
-    except ValueError as error:
+        return msgspec.json.decode(await request.body())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CallError(f"the body is not JSON ({error}); pass a JSON object") from None
 
 

@@ -135,8 +135,8 @@ def pins_of_prefix(cache: TieredRadixCache, tenant: bytes, selector: PrefixSelec
 def _noted(
     cache: TieredRadixCache, tenant: bytes, digest: bytes, is_meant: Callable[[PinNote], bool]
 ) -> Steps:
-    """Return the pins of a tenant that are meant, the latest first: on all ranks those of the first
-    rank, since a rank may borrow the pages that another has pinned. Memory only."""
+    """Return the pins of a tenant that are meant, the latest first. On all ranks they are those of
+    the first rank: a rank may borrow the pages that another has pinned. Memory only."""
     own = []
     for keeper in keepers(cache.storage).values():
         for name, data in keeper.pin_notes(tenant):
