@@ -39,10 +39,11 @@ from sglang_tiered.api import (
     RequestsCall,
     decode,
 )
+from sglang_tiered.integration.admin import service
 from sglang_tiered.integration.admin.costs import abort_rooms, event_source, server_costs
 from sglang_tiered.integration.admin.keys import PAGE
 from sglang_tiered.integration.admin.role_switch import ModelDoor, is_draining
-from sglang_tiered.integration.admin.service import Report, TierService
+from sglang_tiered.integration.admin.service import Report
 from sglang_tiered.policy.server_costs import ABANDONED
 from sglang_tiered.request_log import VERSION, RequestRecord, Sources, older
 from sglang_tiered.tools.causes import cause
@@ -96,7 +97,7 @@ def _manager() -> Any:
 
 
 async def _ask_schedulers(call: Call, _: Request) -> Report:
-    return await TierService(_manager()).answer(call)
+    return await service.answer(_manager(), call)
 
 
 def _endpoint(call: type[Call], answer: Answer, *, has_key: bool) -> Endpoint:

@@ -51,7 +51,7 @@ def named(select: Any, cache: Any, body: dict[str, Any]) -> Any:
 
 
 class Caller:
-    """Asks the tiers of a world as ``TierService`` asks a scheduler."""
+    """Asks the tiers of a world as ``service`` asks a scheduler."""
 
     def __init__(self, world: CacheWorld) -> None:
         self.cache = world.cache

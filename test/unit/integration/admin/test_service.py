@@ -22,7 +22,7 @@ from sglang_tiered.api import (
     UnpinCall,
 )
 from sglang_tiered.integration.admin import service
-from sglang_tiered.integration.admin.service import Report, TierService
+from sglang_tiered.integration.admin.service import Report
 
 DONE = {"done": True, "num_tokens": 128, "num_missing": 0}
 UNDER_WAY = {"done": False, "num_tokens": 64, "num_missing": 64}
@@ -56,7 +56,7 @@ def call(kind: type[api.Call], body: dict[str, Any], *answers: list[Any]) -> tup
 
     async def ask() -> Report:
         asked: Any = manager  # as it is used
-        return await TierService(asked).answer(api.decode(kind, body))
+        return await service.answer(asked, api.decode(kind, body))
 
     return asyncio.run(ask()), manager
 
