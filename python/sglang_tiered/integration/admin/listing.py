@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_tiered.api import ConversationPin
 from sglang_tiered.integration.admin.calls import is_detached, on_thread, store_of
 from sglang_tiered.integration.admin.conversations import key_of, locate, tenant_of_body
 from sglang_tiered.integration.admin.pin_notes import (
@@ -50,7 +51,7 @@ class _ListedRow(msgspec.Struct):
 
     cursor: str  # behind which the next page begins
     id: str | None
-    pins: list[dict[str, Any]]
+    pins: list[ConversationPin]
     rid: str | None = None
     last_used_s: float | None = None
     note: PinNote = NO_NOTE
@@ -100,7 +101,7 @@ def conversations(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Step
                 "num_tokens": len(selector.tokens),
                 **{name: next(number) for name in names},
                 "last_used": row.last_used_s,
-                "pins": row.pins,
+                "pins": msgspec.to_builtins(row.pins),
             }
             for row, selector in zip(rows, selectors, strict=True)
         ],
@@ -173,19 +174,14 @@ def _pinned_rows(storage: TieredStorage, tenant: bytes) -> list[_ListedRow]:
     """Return the pins of a tenant on this rank, by the conversation they are of, in the order of
     their cursors. On the thread."""
     prefix = stored_name(tenant, "")
-    groups: dict[str, list[tuple[PinNote, dict[str, Any]]]] = {}
+    groups: dict[str, list[tuple[PinNote, ConversationPin]]] = {}
     for tier, keeper in keepers(storage).items():
         for info in keeper.pins():
             if info.tenant != tenant:
                 continue
             note = unpack(info.data) or NO_NOTE
             name = info.name.removeprefix(prefix)
-            shown = {
-                "name": name,
-                "tier": tier.value,
-                "bytes": info.physical_bytes,
-                "pinned_until": info.until_s,
-            }
+            shown = ConversationPin(name, tier.value, info.physical_bytes, info.until_s)
             key = f"i{note.conversation}" if note.conversation is not None else f"n{name}"
             groups.setdefault(_PINNED + key, []).append((note, shown))
     rows = []
