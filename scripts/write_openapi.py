@@ -54,7 +54,7 @@ def document() -> Schema:
         call.path: _operations(call, schemas[call.__name__]["properties"], answer)
         for call, answer in zip(CALLS, answers, strict=False)
     }
-    queries = {call.__name__ for call in CALLS if "POST" not in call.methods}
+    queries = {call.__name__ for call in CALLS if call.method == "GET"}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -76,22 +76,20 @@ def document() -> Schema:
 
 
 def _operations(call: type[Call], fields: Schema, answer: Schema) -> Schema:
-    operations: Schema = {}
-    for method in call.methods:
-        operation = operations[method.lower()] = {
-            "operationId": call.path.replace("/tier/", f"{method.lower()}_"),
-            "summary": call.__doc__,
-            "responses": _responses(call, answer),
-        }
-        if method == "GET":
-            operation["parameters"] = [
-                {"name": name, "in": "query", "schema": schema, "style": "form", "explode": False}
-                for name, schema in fields.items()
-            ]
-        else:
-            body = {"schema": {"$ref": _REFS.format(name=call.__name__)}}
-            operation["requestBody"] = {"required": True, "content": {"application/json": body}}
-    return operations
+    operation: Schema = {
+        "operationId": call.path.replace("/tier/", f"{call.method.lower()}_"),
+        "summary": call.__doc__,
+        "responses": _responses(call, answer),
+    }
+    if call.method == "GET":
+        operation["parameters"] = [
+            {"name": name, "in": "query", "schema": schema, "style": "form", "explode": False}
+            for name, schema in fields.items()
+        ]
+    else:
+        body = {"schema": {"$ref": _REFS.format(name=call.__name__)}}
+        operation["requestBody"] = {"required": True, "content": {"application/json": body}}
+    return {call.method.lower(): operation}
 
 
 def _responses(call: type[Call], answer: Schema) -> Schema:
@@ -99,7 +97,7 @@ def _responses(call: type[Call], answer: Schema) -> Schema:
     found = {}
     for status in (200, 401, 403, *call.statuses):
         schema = answer if status < 300 else refusal
-        if status == 503 and "POST" in call.methods:
+        if status == 503 and call.method == "POST":
             schema = {"anyOf": [refusal, answer]}
         found[str(status)] = {
             "description": _SAID.get(status, "under way" if status == 202 else "done"),

@@ -215,8 +215,7 @@ class Call(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     path: ClassVar[str] = ""
     answer: ClassVar[Any] = None
-    methods: ClassVar[tuple[str, ...]] = ("POST",)
-    """How it may be asked; programs use the last."""
+    method: ClassVar[str] = "POST"
     statuses: ClassVar[tuple[int, ...]] = (400, 404, 500, 503)
     """Those beside 200 that it answers."""
 
@@ -260,9 +259,9 @@ class CheckpointCall(_OfPrefix):
 
 
 class ResidencyCall(_OfPrefix):
-    """Count the leading tokens of a prefix by tier. In a query, tokens stand between commas."""
+    """Count the leading tokens of a prefix by tier."""
 
-    path, answer, methods = "/tier/residency", Residency, ("GET", "POST")
+    path, answer = "/tier/residency", Residency
 
 
 class PinCall(_OfPrefix):
@@ -320,7 +319,7 @@ class PurgeCall(_OfTenant):
 class TenantsCall(Call):
     """List the tenants with most on NVMe, for each scheduler."""
 
-    path, answer, methods = "/tier/tenants", list[list[TenantUsage]], ("GET",)
+    path, answer, method = "/tier/tenants", list[list[TenantUsage]], "GET"
     statuses = (400, 500, 503)
 
     limit: _Limit = 100
@@ -329,7 +328,7 @@ class TenantsCall(Call):
 class ConversationsCall(_OfTenant):
     """List a tenant's conversations, a page at a time."""
 
-    path, answer, methods = "/tier/conversations", ConversationPage, ("GET",)
+    path, answer, method = "/tier/conversations", ConversationPage, "GET"
     statuses = (400, 500, 503)
 
     limit: _Limit = 100
@@ -339,13 +338,14 @@ class ConversationsCall(_OfTenant):
 class CostsCall(Call):
     """What computing and loading cost here, and how busy the server is."""
 
-    path, answer, methods, statuses = "/tier/costs", ServerCosts, ("GET",), (404, 503)
+    path, answer, method = "/tier/costs", ServerCosts, "GET"
+    statuses = (400, 404, 503)
 
 
 class RequestsCall(Call):
     """List the newest requests that have ended, and the sources of the last minute's tokens."""
 
-    path, answer, methods = "/tier/requests", NewestRequests, ("GET",)
+    path, answer, method = "/tier/requests", NewestRequests, "GET"
     statuses = (400, 404, 503)
 
     limit: _Limit = 20
@@ -360,8 +360,8 @@ CALLS: tuple[type[Call], ...] = (
 # ---- How a body is read ----
 
 
-def decode(call: type[Call], body: Any, *, is_query: bool = False) -> Call:
-    """Return a call with its body; the values of a query are texts. Raises ``CallError``."""
+def decode(call: type[Call], body: Any) -> Call:
+    """Return a call with its body, or its query, whose values are texts. Raises ``CallError``."""
     fields = call.__struct_fields__
     if not isinstance(body, dict):
         raise CallError(f"the body must be a JSON object of {', '.join(fields)}")
@@ -371,7 +371,7 @@ def decode(call: type[Call], body: Any, *, is_query: bool = False) -> Call:
         if isinstance(value, str):
             _check_text(name, value)
     try:
-        return msgspec.convert(body, call, strict=not is_query)
+        return msgspec.convert(body, call, strict=call.method != "GET")
     except UnicodeEncodeError:
         raise CallError("input_ids has a text; pass a list of token numbers") from None
     except msgspec.ValidationError as error:

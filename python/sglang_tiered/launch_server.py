@@ -153,7 +153,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
 
         from sglang_tiered.integration.admin.cost_board import CostBoard
         from sglang_tiered.integration.admin.costs import num_local_ranks
-        from sglang_tiered.integration.admin.http_api import add_page, add_routes
+        from sglang_tiered.integration.admin.http_api import add_routes
         from sglang_tiered.integration.admin.keys import take_orders
         from sglang_tiered.integration.cpu import processes
 
@@ -168,9 +168,9 @@ def _run(server_args: Any, config: TieredConfig) -> None:
         processes.fork_from_here(resolved.device)
     with CostBoard.create(num_dp_ranks_of(resolved), num_local_ranks(resolved)) as board:
         board.to_environment()
-        add_routes(app, board, config)
+        has_key = bool(resolved.api_key or resolved.admin_api_key)
+        add_routes(app, board, config, has_key=has_key)
         take_orders(board.boot)
-        add_page(app, has_key=bool(resolved.api_key or resolved.admin_api_key))
         try:
             launch_server(server_args, launch_callback=announce)
         finally:

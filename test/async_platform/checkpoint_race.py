@@ -47,10 +47,10 @@ def race(folder: str, meanwhile: str) -> dict[str, Any]:
     from seams import BED
 
     from sglang_tiered.integration.admin.calls import Calls
-    from sglang_tiered.integration.admin.conversations import Checkpoints
+    from sglang_tiered.integration.admin.conversations import checkpoint
 
     cache = make_cache(folder, ExitStack())
-    calls = Calls({"checkpoint": Checkpoints().begin})
+    calls = Calls({"checkpoint": checkpoint})
 
     def ask() -> dict[str, Any]:
         """``/tier/checkpoint``, as the scheduler hears it."""

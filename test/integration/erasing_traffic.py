@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration.admin.calls import advance
 from sglang_tiered.integration.admin.control import Control, hide_memory
-from sglang_tiered.integration.admin.conversations import WORK_S, selectors_of
+from sglang_tiered.integration.admin.conversations import WORK_S, prefixes_of_body
 from sglang_tiered.integration.admin.pin_notes import keepers, stored_name
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 
@@ -146,9 +146,9 @@ class ErasingTraffic:
             body = {"rid": self._rnd.choice(list(self._since) or ["nobody"])}
         keep_tokens = self._rnd.choice((0, self._rnd.randrange(600)))
         num_kept = -(-keep_tokens // page_size)
-        selectors = advance(self._world.cache, selectors_of(self._world.cache, body))[0]
+        prefixes = advance(self._world.cache, prefixes_of_body(self._world.cache, body))[0]
         erased = self._erased()
-        for selector in selectors:
+        for selector in (each.selector for each in prefixes):
             for page in self._pages(selector.tokens, selector.extra_key)[num_kept:]:
                 self._forgotten[page].append(erased)
         answer = self._call("forget", **body, keep_tokens=keep_tokens)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.parse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,8 +39,10 @@ def pair(start: Start, bucket: ObjectServer) -> list[Server]:
     return start("ab", *flags, environment=s3_environment(bucket.url))
 
 
-def wait_for_residency(server: Server, prompt: list[int], tier: str, num_tokens: int) -> None:
-    until(lambda: residency(server, prompt)[tier] >= num_tokens, f"not found in {tier}")
+def wait_for_residency(
+    server: Server, prompt: list[int], tier: str, num_tokens: int, **whose: str
+) -> None:
+    until(lambda: residency(server, prompt, **whose)[tier] >= num_tokens, f"not found in {tier}")
 
 
 def from_storage(answers: list[Answer]) -> int:
@@ -127,11 +128,7 @@ def test_shared_directory_serves_two_servers_with_two_ranks(
         assert (code, report["num_missing"]) == (200, 0), report
     a.kill()
     (b,) = start("d", *arguments)
-    query = urllib.parse.urlencode({"input_ids": ",".join(map(str, prompts[-1])), **TENANT})
-    until(
-        lambda: ask(b, f"/tier/residency?{query}")[1]["object"] >= aligned(LENGTH),
-        "not found by a query",
-    )
+    wait_for_residency(b, prompts[-1], "object", aligned(LENGTH), **TENANT)
     answers = b.generate_all(prompts, concurrency=4, num_new=NUM_NEW, **TENANT)
     assert [answer.output_ids for answer in answers] == expected
     assert from_storage(answers) >= 0.97 * aligned(LENGTH) * len(prompts)

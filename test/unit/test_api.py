@@ -58,10 +58,10 @@ class Recorder(SyncCalls):
 def test_server_takes_what_a_client_sends(name: str, bodies: list[dict[str, Any]]) -> None:
     for body in bodies:
         request = getattr(Recorder(), name)(**body)
-        given, is_query = request.given(), request.method == "GET"
-        if is_query:
+        given = request.given()
+        if request.call.method == "GET":
             given = {field: str(value) for field, value in given.items()}
-        told = msgspec.to_builtins(decode(request.call, given, is_query=is_query))
+        told = msgspec.to_builtins(decode(request.call, given))
         sent = {field: value for field, value in body.items() if value is not None}
         assert {field: told[field] for field in sent} == {
             **sent,
@@ -108,9 +108,9 @@ def test_anything_else_is_one_sentence(call: type[api.Call], body: Any, sentence
 
 @pytest.mark.parametrize("call", [TenantsCall, ConversationsCall, RequestsCall])
 def test_a_list_has_a_bound(call: Any) -> None:
-    assert decode(call, {}, is_query=True).limit == (20 if call is RequestsCall else 100)
+    assert decode(call, {}).limit == (20 if call is RequestsCall else 100)
     for limit in ("1", "7", "1000"):
-        assert decode(call, {"limit": limit}, is_query=True).limit == int(limit)
+        assert decode(call, {"limit": limit}).limit == int(limit)
     for limit in ("-1", "", "x", "true", "\u0663", "0", "1001", "9" * 5000):
         with pytest.raises(CallError, match="limit '.* is refused.*; pass how many at most"):
-            decode(call, {"limit": limit}, is_query=True)
+            decode(call, {"limit": limit})

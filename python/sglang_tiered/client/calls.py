@@ -67,14 +67,6 @@ class Request(Generic[T]):
     body: dict[str, Any] = field(default_factory=dict)
     within_s: float = 0.0
 
-    @property
-    def method(self) -> str:
-        return self.call.methods[-1]
-
-    @property
-    def path(self) -> str:
-        return self.call.path
-
     def given(self) -> dict[str, Any]:
         """Return the body without what was left out, and tokens of any sequence as a list. Raises
         ``RequestError``."""
@@ -89,7 +81,7 @@ class Request(Generic[T]):
     def result(self, status: int, answer: Any, whose: str) -> T:
         """Return the answer as its type. Raises ``RequestError`` for any other; ``whose`` names
         the server."""
-        where = f"{self.method} {whose}{self.path}"
+        where = f"{self.call.method} {whose}{self.call.path}"
         if status in (200, 202):
             try:
                 found: T = msgspec.convert(answer, self.call.answer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -90,6 +90,9 @@ class Answer:
         self._num_resumed = self._num_computed_again = 0
         self._broke_at: float | None = None  # unless tokens came since
         self._pause_s = MIN_PAUSE_S
+        self.wait_s = 0.0
+        """How long to wait before the next stream is asked for."""
+        self.has_ended = False
         self._begin()
 
     @property
@@ -114,15 +117,15 @@ class Answer:
         self._num_cached: int | None = None
         self._line = b""
 
-    def check_status(self, status: int, headers: Mapping[str, str], text: str) -> None:
+    def refuse(self, status: int, headers: Mapping[str, str], body: bytes) -> NoReturn:
         """Raise ``BrokenStreamError`` for a status that another server, or a later moment, may
         answer otherwise, and ``RequestError`` for one that none will."""
         if status >= 500 or status == 429:
             wait = headers.get("retry-after", "")
             wait_s = min(float(wait), self._resume_s) if wait.isdecimal() else 0.0
             raise BrokenStreamError(f"it answered {status}", wait_s)
-        if status != 200:
-            raise RequestError(f"{PATH} answered {status}: {text}", status)
+        text = body.decode(errors="replace")
+        raise RequestError(f"{PATH} answered {status}: {text}", status)
 
     def read(self, data: bytes) -> Iterator[Generated]:
         """Yield what bytes of the stream bring. Raises ``BrokenStreamError``, and ``RequestError``
@@ -166,6 +169,7 @@ class Answer:
             self._broke_at, self._pause_s = None, MIN_PAUSE_S
         elif reason is None:
             return None
+        self.has_ended = reason is not None
         return Generated(
             fresh,
             self._num_resumed,
@@ -175,9 +179,9 @@ class Answer:
             reason,
         )
 
-    def resume(self, error: Exception, why: str) -> float:
-        """Return how long to wait before another stream is asked for. Raises ``RequestError`` where
-        none may be."""
+    def resume(self, error: Exception, why: str) -> None:
+        """Note that a stream broke, and go on with another. Raises ``RequestError`` where none may
+        be."""
         whole = [name for name in _OF_THE_WHOLE_ANSWER if self._sampling.get(name)]
         broke = f"the answer broke after {len(self._ids)} tokens ({why})"
         if self._ids and whole:
@@ -198,7 +202,7 @@ class Answer:
             ) from error
         wait_s = max(self._pause_s, getattr(error, "wait_s", 0.0))
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
-        return wait_s * random.uniform(0.8, 1.2)  # or all that broke together come together
+        self.wait_s = wait_s * random.uniform(0.8, 1.2)  # or all that broke come together
 
     @property
     def _is_exact(self) -> bool:

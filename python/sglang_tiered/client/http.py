@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from typing import TYPE_CHECKING, Any, Self
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx
 
@@ -15,12 +16,14 @@ from sglang_tiered.errors import RequestError
 from sglang_tiered.loopback import is_loopback_url
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from sglang_tiered.client.calls import Request
     from sglang_tiered.client.generation import Generated
 
 __all__ = ["AsyncTierClient", "TierClient"]
+
+T = TypeVar("T")
 
 _FAILURES = (
     *(httpx.HTTPError, httpx.InvalidURL, ImportError, RuntimeError, TypeError, ValueError),
@@ -39,16 +42,13 @@ class TierClient(SyncCalls):
     def __init__(
         self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        try:
-            self._http = httpx.Client(**_settings(url, api_key, timeout_s))
-        except _FAILURES as error:
-            raise _unusable(url, error) from error
+        self._http = _opened(httpx.Client, url, api_key, timeout_s)
 
     def exchange(self, request: Request[Any]) -> tuple[int, Any, str]:
         try:
-            response = self._http.request(request.method, request.path, **_parts(request))
+            response = self._http.request(**_parts(request))
         except _FAILURES as error:
-            raise _unsent(self._http, request.path, error) from error
+            raise _unsent(self._http, request.call.path, error) from error
         return response.status_code, _json(response), str(self._http.base_url)
 
     def generate(
@@ -66,25 +66,18 @@ class TierClient(SyncCalls):
         says which parameters that suits."""
         answer = Answer(input_ids, sampling_params, is_seeded=is_seeded, resume_s=resume_s)
         timeout = httpx.Timeout(self._http.timeout.connect, read=silence_s)
-        while True:
-            try:
-                with self._http.stream(
-                    "POST", PATH, json=answer.body(), timeout=timeout
-                ) as response:
-                    if response.status_code != 200:
-                        text = response.read().decode(errors="replace")
-                        answer.check_status(response.status_code, response.headers, text)
-                    for data in response.iter_bytes():
-                        for piece in answer.read(data):
-                            yield piece
-                            if piece.finish_reason is not None:
-                                return
-                raise BrokenStreamError("it ended before the answer did")
-            except _FAILURES as error:
-                if not _is_break(error, answer):
-                    raise _unsent(self._http, PATH, error) from error
-                pause_s = answer.resume(error, _why(error))
-            time.sleep(pause_s)
+        while not answer.has_ended:
+            time.sleep(answer.wait_s)
+            with (
+                _resuming(self._http, answer),
+                self._http.stream("POST", PATH, json=answer.body(), timeout=timeout) as response,
+            ):
+                if response.status_code != 200:
+                    answer.refuse(response.status_code, response.headers, response.read())
+                for data in response.iter_bytes():
+                    yield from answer.read(data)
+                    if answer.has_ended:
+                        return
 
     def close(self) -> None:
         """Close its connections."""
@@ -103,16 +96,13 @@ class AsyncTierClient(AsyncCalls):
     def __init__(
         self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        try:
-            self._http = httpx.AsyncClient(**_settings(url, api_key, timeout_s))
-        except _FAILURES as error:
-            raise _unusable(url, error) from error
+        self._http = _opened(httpx.AsyncClient, url, api_key, timeout_s)
 
     async def exchange(self, request: Request[Any]) -> tuple[int, Any, str]:
         try:
-            response = await self._http.request(request.method, request.path, **_parts(request))
+            response = await self._http.request(**_parts(request))
         except _FAILURES as error:
-            raise _unsent(self._http, request.path, error) from error
+            raise _unsent(self._http, request.call.path, error) from error
         return response.status_code, _json(response), str(self._http.base_url)
 
     async def generate(
@@ -127,25 +117,19 @@ class AsyncTierClient(AsyncCalls):
         """As ``TierClient.generate``."""
         answer = Answer(input_ids, sampling_params, is_seeded=is_seeded, resume_s=resume_s)
         timeout = httpx.Timeout(self._http.timeout.connect, read=silence_s)
-        while True:
-            try:
-                async with self._http.stream(
-                    "POST", PATH, json=answer.body(), timeout=timeout
-                ) as response:
+        while not answer.has_ended:
+            await asyncio.sleep(answer.wait_s)
+            with _resuming(self._http, answer):
+                stream = self._http.stream("POST", PATH, json=answer.body(), timeout=timeout)
+                async with stream as response:
                     if response.status_code != 200:
-                        text = (await response.aread()).decode(errors="replace")
-                        answer.check_status(response.status_code, response.headers, text)
+                        body = await response.aread()
+                        answer.refuse(response.status_code, response.headers, body)
                     async for data in response.aiter_bytes():
                         for piece in answer.read(data):
                             yield piece
-                            if piece.finish_reason is not None:
-                                return
-                raise BrokenStreamError("it ended before the answer did")
-            except _FAILURES as error:
-                if not _is_break(error, answer):
-                    raise _unsent(self._http, PATH, error) from error
-                pause_s = answer.resume(error, _why(error))
-            await asyncio.sleep(pause_s)
+                        if answer.has_ended:
+                            return
 
     async def aclose(self) -> None:
         """Close its connections."""
@@ -158,22 +142,29 @@ class AsyncTierClient(AsyncCalls):
         await self.aclose()
 
 
-def _settings(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
+def _opened(kind: Callable[..., T], url: str, api_key: str | None, timeout_s: float) -> T:
+    """Return a client of httpx of that kind. Raises ``RequestError``."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise RequestError(f"{url!r} is not the URL of a server; write http://HOST:PORT")
     if api_key and (api_key != api_key.strip() or not api_key.isprintable()):
         raise RequestError("api_key holds more than a key, perhaps a line's end; pass it alone")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    settings = {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout_s}
+    settings: dict[str, Any] = {"headers": headers, "timeout": timeout_s}
     settings["limits"] = httpx.Limits(max_connections=None)  # or answers wait for each other's
     if is_loopback_url(url):
         # Without what the environment says of proxies; OpenSSL reads its own variables.
         settings |= {"trust_env": False, "verify": ssl.create_default_context()}
-    return settings
+    try:
+        return kind(base_url=url.rstrip("/"), **settings)
+    except _FAILURES as error:
+        why = f"no client for {url} with these settings ({_why(error)}); mend them"
+        raise RequestError(why) from error
 
 
 def _parts(request: Request[Any]) -> dict[str, Any]:
-    return {"params" if request.method == "GET" else "json": request.given()}
+    call, given = request.call, request.given()
+    sent = {"params": given} if call.method == "GET" else {"json": given}
+    return {"method": call.method, "url": call.path, **sent}
 
 
 def _json(response: httpx.Response) -> Any:
@@ -181,10 +172,6 @@ def _json(response: httpx.Response) -> Any:
         return response.json()
     except ValueError:
         return None
-
-
-def _unusable(url: str, error: Exception) -> RequestError:
-    return RequestError(f"no client for {url} with these settings ({_why(error)}); mend them")
 
 
 def _unsent(http: httpx.Client | httpx.AsyncClient, path: str, error: Exception) -> RequestError:
@@ -198,6 +185,19 @@ def _unsent(http: httpx.Client | httpx.AsyncClient, path: str, error: Exception)
     return RequestError(
         f"{url} cannot be reached ({_why(error)}); start that server, or pass its URL"
     )
+
+
+@contextmanager
+def _resuming(http: httpx.Client | httpx.AsyncClient, answer: Answer) -> Iterator[None]:
+    """Have an answer go on with another stream where one breaks within. Raises ``RequestError``."""
+    try:
+        yield
+        if not answer.has_ended:
+            raise BrokenStreamError("it ended before the answer did")
+    except _FAILURES as error:
+        if not _is_break(error, answer):
+            raise _unsent(http, PATH, error) from error
+        answer.resume(error, _why(error))
 
 
 def _is_break(error: Exception, answer: Answer) -> bool:

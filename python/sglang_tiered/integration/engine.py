@@ -31,10 +31,10 @@ from sglang_tiered import api
 from sglang_tiered.client.calls import SyncCalls
 from sglang_tiered.config import ENVIRONMENT_VARIABLE
 from sglang_tiered.errors import ConfigError, RequestError
+from sglang_tiered.integration.admin import service
 from sglang_tiered.integration.admin.cost_board import ENVIRONMENT_VARIABLE as COSTS_VARIABLE
 from sglang_tiered.integration.admin.cost_board import CostBoard
 from sglang_tiered.integration.admin.costs import num_local_ranks, server_costs
-from sglang_tiered.integration.admin.service import TierService
 from sglang_tiered.integration.launch import start
 
 start.prepare()  # before anything of SGLang is imported
@@ -125,8 +125,8 @@ class Engine(SyncCalls, SglangEngine):  # type: ignore[misc] # of SGLang nothing
             if request.call is api.CostsCall:
                 costs = server_costs(*self._costs, draining=False)
                 return 200, msgspec.to_builtins(costs), WHOSE
-            call = api.decode(request.call, request.given(), is_query=request.method == "GET")
-            answering = TierService(self.tokenizer_manager).answer(call)
+            call = api.decode(request.call, request.given())
+            answering = service.answer(self.tokenizer_manager, call)
             # The loop that hears schedulers.
             loop = self.tokenizer_manager.event_loop or self._own_loop
             status, answer = run_on(loop, answering, self._turn, lambda: self._held is not None)

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
@@ -28,7 +27,6 @@ __all__ = ["RankAgreement", "first_ranks", "groups_of", "least_on_every_rank"]
 
 SILENT = torch.iinfo(torch.int64).max
 
-_BYTES_SENT = 7  # of a number that is reduced
 MAX_ANSWERS = 4096
 """Beyond this number unread answers are dropped, oldest first."""
 
@@ -139,13 +137,8 @@ def first_ranks(cache: UnifiedRadixCache, data: bytes) -> bytes:
     (length,) = least_on_every_rank(cache, [len(data) if is_first else SILENT])
     if not length:
         return b""
-    sent = np.full(-(-length // _BYTES_SENT), SILENT)
+    sent = torch.full((length,), 0xFF, dtype=torch.uint8)
     if is_first:
-        parts = np.zeros((len(sent), 8), np.uint8)  # whose top bytes stay 0: a number is positive
-        padded = np.frombuffer(data.ljust(len(sent) * _BYTES_SENT, b"\0"), np.uint8)
-        parts[:, :_BYTES_SENT] = padded.reshape(-1, _BYTES_SENT)
-        sent = parts.view(np.int64)[:, 0]
-    received = torch.from_numpy(sent.copy())
-    cache._all_reduce_attn_groups(received, torch.distributed.ReduceOp.MIN)  # noqa: SLF001
-    back = received.numpy().view(np.uint8).reshape(-1, 8)[:, :_BYTES_SENT]
-    return back.tobytes()[:length]
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    cache._all_reduce_attn_groups(sent, torch.distributed.ReduceOp.MIN)  # noqa: SLF001
+    return sent.numpy().tobytes()

@@ -28,6 +28,7 @@ from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     ClearHiCacheReqInput,
+    ClearHiCacheReqOutput,
     DetachHiCacheStorageReqInput,
     DumperControlReqInput,
     EndWeightUpdateReqInput,
@@ -50,6 +51,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.runtime_context import get_exec
 
 from sglang_tiered.integration.admin.control import hide_memory
+from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.attention.pod import PodAttention
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.disaggregation.handoffs import WeightUpdate
@@ -72,6 +74,14 @@ if TYPE_CHECKING:
 
 __all__ = ["SchedulerMessages"]
 
+_ALONE = UpdateWeightFromDiskReqInput, UpdateWeightsFromIPCReqInput
+_IN_SESSION = (
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
+    EndWeightUpdateReqInput,
+)
+"""Updates of weights, of which the last ends their session."""
+
 _CAN, _CAN_SOON = 2, 1
 """Of a rank that is to switch its role: at once, or once it is idle. 0: never."""
 
@@ -88,12 +98,9 @@ class SchedulerMessages:
         self._session_flushes = False  # whether a call of this session of updates wanted a flush
         self._loaded: tuple[Any, bool] = None, False  # an update, and whether all weights are there
         self._handlers: dict[type, Callable[[Any], Any]] = {
-            UpdateWeightFromDiskReqInput: self._update_weights,
-            UpdateWeightsFromIPCReqInput: self._update_weights,
+            **dict.fromkeys(_ALONE, self._update_weights),
             BeginWeightUpdateReqInput: self._begin_session,
-            UpdateWeightsFromDistributedReqInput: self._update_in_session,
-            UpdateWeightsFromTensorReqInput: self._update_in_session,
-            EndWeightUpdateReqInput: self._update_in_session,
+            **dict.fromkeys(_IN_SESSION, self._update_weights),
             ReleaseMemoryOccupationReqInput: self._release,
             ResumeMemoryOccupationReqInput: self._resume,
             FlushCacheReqInput: self._rest,
@@ -102,9 +109,9 @@ class SchedulerMessages:
             PdRoleSwitchReqInput: self._switch_role,
             DumperControlReqInput: self._answer,
             GetInternalStateReq: self._tell_state,
-            LoadLoRAAdapterReqInput: self._load_adapter,
-            LoadLoRAAdapterFromTensorsReqInput: self._load_adapter,
-            UnloadLoRAAdapterReqInput: self._unload_adapter,
+            LoadLoRAAdapterReqInput: self._change_adapters,
+            LoadLoRAAdapterFromTensorsReqInput: self._change_adapters,
+            UnloadLoRAAdapterReqInput: self._change_adapters,
         }
 
     def __call__(self, message: Any) -> Any:
@@ -128,25 +135,27 @@ class SchedulerMessages:
         self._loaded = message, is_loaded
 
     def _update_weights(self, message: Any) -> Any:
-        """Treat a failed update as an update too: it may have replaced some weights."""
-        self._quiesce_for(message)
-        result = self._dispatch(message)
-        self._weights_changed(self._update_of(result, message), wants_flush=message.flush_cache)
-        return result
-
-    def _quiesce_for(self, message: Any) -> None:
-        cache = self._cache
-        if cache is not None and getattr(message, "flush_cache", False):
+        """Treat a failed update as an update too: it may have replaced some weights. One of a
+        session that is refused has none. The call that ends a session has no field that asks for a
+        flush: it goes by the others of the session."""
+        cache, wants_flush = self._cache, getattr(message, "flush_cache", None)
+        if cache is not None and wants_flush:
             cache.quiesce()
-
-    def _update_of(self, result: Any, message: Any) -> WeightUpdate:
-        update, was_loaded = self._loaded
-        is_loaded = result.success or (update is message and was_loaded)
-        return WeightUpdate(
+        result = self._dispatch(message)
+        if isinstance(message, _IN_SESSION):
+            if not (result.success or self._is_in_session):
+                return result
+            self._session_flushes |= bool(wants_flush)
+            wants_flush = self._session_flushes if wants_flush is None else wants_flush
+        loaded, was_loaded = self._loaded
+        is_loaded = result.success or (loaded is message and was_loaded)
+        update = WeightUpdate(
             getattr(message, "model_path", None),
             getattr(message, "load_format", None),
             is_complete=is_loaded and not self._is_in_session,
         )
+        self._weights_changed(update, wants_flush=bool(wants_flush))
+        return result
 
     @property
     def _is_in_session(self) -> bool:
@@ -158,18 +167,6 @@ class SchedulerMessages:
         if result.success:
             self._session_flushes = False
             self._weights_changed(WeightUpdate(), are_final=False)
-        return result
-
-    def _update_in_session(self, message: Any) -> Any:
-        """Change weights within a session, or end it. The call that ends one has no field that asks
-        for a flush: it goes by the others of the session."""
-        self._quiesce_for(message)
-        result = self._dispatch(message)
-        if result.success or self._is_in_session:  # else it was refused
-            wants_flush = getattr(message, "flush_cache", None)
-            self._session_flushes |= bool(wants_flush)
-            wants_flush = self._session_flushes if wants_flush is None else wants_flush
-            self._weights_changed(self._update_of(result, message), wants_flush=bool(wants_flush))
         return result
 
     def _weights_changed(
@@ -273,15 +270,17 @@ class SchedulerMessages:
         return result
 
     def _clear(self, message: Any) -> Any:
-        answer = self._control.clear()
-        return self._dispatch(message) if answer is None else answer
+        cache = self._cache
+        if cache is None or cache.storage is None:  # the storage is another's
+            return self._dispatch(message)
+        self._control.rest()
+        return ClearHiCacheReqOutput(success=bool(self._scheduler.flush_cache()))
 
     # ---- Others ----
 
     def _answer(self, message: Any) -> Any:
-        if not self._control.is_ours(message):
-            return self._dispatch(message)
-        return self._control.reply(message)
+        is_ours = message.method.startswith(CONTROL_PREFIX)
+        return self._control.reply(message) if is_ours else self._dispatch(message)
 
     def _tell_state(self, message: Any) -> Any:
         result, scheduler, cache = self._dispatch(message), self._scheduler, self._cache
@@ -297,17 +296,15 @@ class SchedulerMessages:
                 told["sglang_tiered"]["costs"] = msgspec.to_builtins(self._control.costs.take())
         return result
 
-    def _load_adapter(self, message: Any) -> Any:
+    def _change_adapters(self, message: Any) -> Any:
         result, handoff = self._dispatch(message), manager_of(self._scheduler)
-        if handoff is not None and result.success:
+        if handoff is None or not result.success:
+            return result
+        if isinstance(message, UnloadLoRAAdapterReqInput):
+            handoff.adapters.note_unloaded(message.lora_id)
+        else:
             path = getattr(message, "lora_path", None)
             handoff.adapters.note_loaded(message.lora_id, path, message.lora_name)
-        return result
-
-    def _unload_adapter(self, message: Any) -> Any:
-        result, handoff = self._dispatch(message), manager_of(self._scheduler)
-        if handoff is not None and result.success:
-            handoff.adapters.note_unloaded(message.lora_id)
         return result
 
 

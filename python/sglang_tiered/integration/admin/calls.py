@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.api import CallError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
 
 __all__ = [
+    "DETACHED",
     "NO_NAMESPACE",
     "UNKNOWN",
     "Answer",
@@ -31,13 +33,13 @@ __all__ = [
     "advance",
     "has_ended",
     "is_detached",
+    "on_thread",
     "outcome",
-    "polled",
     "store_of",
 ]
 
 NO_STORE = "this server has no tier that outlives it; start it with --tier-mode nvme"
-DETACHED = "the NVMe tier is detached; attach it and ask again"
+DETACHED = "the NVMe tier is detached, and keeps what it holds; attach it and ask again"
 NO_NAMESPACE = "the model's weights are still read, and until then no page is known; ask again"
 DROPPED = "too many calls of this kind at once; ask again"
 ELSEWHERE = "another rank of this server failed, as its log says; ask again"
@@ -52,13 +54,15 @@ UNKNOWN: Answer = {"done": True, "unknown": True}
 Steps = Generator[list[int] | bytes | Answer, Any, Any]
 """A call under way on this rank. It yields numbers, as many as on every other rank, and is sent the
 least of all ranks; or bytes, and is sent those of the first rank; or how far it is, and goes on at
-the next question. It returns its answer, and may raise ``CallError``."""
+the next question unless that says ``done``. It may raise ``CallError``, or return its answer."""
 
 Begin = Callable[["TieredRadixCache", str, dict[str, Any]], Steps]
 """Makes a call of the cache, its number and its body. Nothing happens before its first step."""
 
 _FAILED, _REFUSED, _ENDED, _ANSWERED, _TOLD, _COUNTED = range(6)
 """What a step came to; ``_COUNTED`` and more where it tells numbers, by how many there are."""
+
+_reporter = ThreadPoolExecutor(1, "tier-report")
 
 
 class Calls:
@@ -123,14 +127,19 @@ def _step(steps: Steps, told: Any) -> tuple[int, Any]:
         return _FAILED, error
     if isinstance(step, list):
         return _COUNTED + len(step), step
-    return _TOLD if isinstance(step, bytes) else _ANSWERED, step
+    if isinstance(step, bytes):
+        return _TOLD, step
+    return _ENDED if step["done"] else _ANSWERED, step
 
 
-def polled(values: Callable[[], list[int]], report: Callable[[list[int]], Answer]) -> Steps:
-    """Report how far it is, by the least ``values`` of all ranks, until that says ``done``."""
-    while not (found := report((yield values())))["done"]:
-        yield found
-    return found
+def on_thread(cache: TieredRadixCache, work: Callable[[], Any]) -> Steps:
+    """Return what ``work`` comes to on a thread, once it has ended on every rank."""
+    store_of(cache)
+    begun = _reporter.submit(work)
+    while (yield [int(has_ended(begun))]) == [0]:
+        yield {"done": False}
+        store_of(cache)
+    return begun.result()
 
 
 def has_ended(future: Future[Any]) -> bool:

@@ -9,29 +9,21 @@ durable on every rank is asked afterwards, so the scheduler never waits for a di
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.admin.calls import (
-    Calls,
-    has_ended,
-    is_detached,
-    outcome,
-    polled,
-    store_of,
-)
-from sglang_tiered.integration.admin.conversation_calls import Forgets, pin, prefetch, unpin
+from sglang_tiered.integration.admin.calls import DETACHED, Calls, is_detached, outcome
+from sglang_tiered.integration.admin.conversation_calls import forget, pin, prefetch, unpin
 from sglang_tiered.integration.admin.conversations import (
-    Checkpoints,
+    checkpoint,
     erasure_of,
     residency,
     tenant_of_body,
 )
 from sglang_tiered.integration.admin.cost_board import CostBoard
 from sglang_tiered.integration.admin.costs import CostPublisher
-from sglang_tiered.integration.admin.listing import conversations
+from sglang_tiered.integration.admin.listing import conversations, tenants
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.hints import EMPTIED, WEIGHTS
 from sglang_tiered.integration.cache.quiescing import wait_for_loads
@@ -40,18 +32,13 @@ from sglang_tiered.integration.identity.tenants import key_of_request, short_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from concurrent.futures import Future
 
-    from sglang_tiered.integration.admin.calls import Answer, Steps
+    from sglang_tiered.integration.admin.calls import Steps
     from sglang_tiered.storage.base import Erasure
 
 __all__ = ["Control", "hide_memory"]
 
 NO_TIERS = "this server has no tiers; start it with sglang_tiered.launch_server"
-DETACHED = (
-    "the NVMe tier is detached: what it holds was not purged, only memory was; attach it and purge "
-    "again"
-)
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +47,16 @@ class Control:
     """Answers the tiers' control messages in one scheduler process and purges tenants."""
 
     def __init__(self) -> None:
-        checkpoints, reporter = Checkpoints(), ThreadPoolExecutor(1, "tier-report")
         self.calls = Calls(
             {
-                "purge": self._purge_request,
-                "tenants": partial(_tenants, reporter),
-                "conversations": partial(conversations, reporter),
+                "purge": self._purge,
+                "tenants": tenants,
+                "conversations": conversations,
                 "residency": residency,
-                "checkpoint": checkpoints.begin,
-                "pin": partial(pin, checkpoints),
+                "checkpoint": checkpoint,
+                "pin": pin,
                 "unpin": unpin,
-                "forget": Forgets().begin,
+                "forget": forget,
                 "prefetch": prefetch,
             }
         )
@@ -87,11 +73,6 @@ class Control:
         if self._cache is not None:
             self._cache.hide_heard = partial(self._hide_heard, cache)
             self.costs = _publish_costs(scheduler, self._cache)
-
-    @staticmethod
-    def is_ours(message: Any) -> bool:
-        """Whether a message to SGLang's debugger is one of the tiers."""
-        return bool(message.method.startswith(CONTROL_PREFIX))
 
     def reply(self, message: Any) -> None:
         """Answer a control message of the tiers."""
@@ -129,16 +110,6 @@ class Control:
             # A paused scheduler is flushed with requests waiting.
             _use_new_keys(self._scheduler, cache)
 
-    def clear(self) -> Any:
-        """Empty memory where SGLang would clear the storage, and return its answer; None where the
-        storage is another's."""
-        if self._cache is None or self._cache.storage is None:
-            return None
-        from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
-
-        self.rest()
-        return ClearHiCacheReqOutput(success=bool(self._scheduler.flush_cache()))
-
     def before_idle(self) -> None:
         """Tell routers that the scheduler has nothing to do: it rests within SGLang's method."""
         if self.costs is not None:
@@ -171,26 +142,19 @@ class Control:
         name, number = method.removeprefix(CONTROL_PREFIX), str(body.get("id"))
         return self.calls.answer(cache, name, number, body)
 
-    def _purge_request(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Steps:
-        tenant = None if body.get("all") else tenant_of_body(cache, body)
-        begun = self._purge(cache, erasure_of(number, tenant=tenant))
-        self.after_idle()
-        if is_detached(cache):
-            raise CallError(DETACHED, 503)
-
-        def report(least: list[int]) -> Answer:
-            done, durable = map(bool, least)
-            in_memory = "hidden" if cache.hidden_tenants else "gone"
-            return {"done": done, "durable": durable, "in_memory": in_memory}
-
-        return (yield from polled(partial(outcome, begun), report))
-
-    def _purge(self, cache: TieredRadixCache, what: Erasure) -> list[Future[bool]]:
+    def _purge(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Steps:
         """Erase a tenant, or all, before the tree is reset: it would be asked to store it."""
+        what = erasure_of(number, tenant=None if body.get("all") else tenant_of_body(cache, body))
         begun = cache.erase(what)
         _use_new_keys(self._scheduler, cache)
         _log_erased(what)
-        return begun
+        self.after_idle()
+        if is_detached(cache):
+            raise CallError(DETACHED, 503)
+        while True:
+            done, durable = map(bool, (yield outcome(begun)))
+            in_memory = "hidden" if cache.hidden_tenants else "gone"
+            yield {"done": done, "durable": durable, "in_memory": in_memory}
 
     def _hide_heard(self, cache: TieredRadixCache, erasures: Sequence[Erasure]) -> None:
         """Put out of reach what other servers erased: their tiers and ours have done so."""
@@ -203,24 +167,6 @@ class Control:
             hide_memory(self._scheduler)
             cache.hidden_pages.clear()
             logger.info("device and host memory are hidden: too many pages in them were erased")
-
-
-def _tenants(
-    reporter: ThreadPoolExecutor, cache: TieredRadixCache, _: str, body: dict[str, Any]
-) -> Steps:
-    """Count the tenants with most on NVMe, on a thread, as there may be many."""
-    storage = store_of(cache) if is_detached(cache) else cache.storage
-    if storage is None:
-        return {"done": True, "tenants": []}
-
-    def count() -> list[dict[str, Any]]:
-        found = storage.region_engine.tenants(int(body["limit"]))
-        return [{**usage._asdict(), "tenant": usage.tenant.hex()} for usage in found]
-
-    counted = reporter.submit(count)
-    while (yield [int(has_ended(counted))]) == [0]:
-        yield {"done": False}
-    return {"done": True, "tenants": counted.result()}
 
 
 def _publish_costs(scheduler: Any, cache: TieredRadixCache) -> CostPublisher | None:

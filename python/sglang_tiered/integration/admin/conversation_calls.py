@@ -1,8 +1,8 @@
 """What calls do with a conversation in a scheduler process, for ``service``: pin it in NVMe or the
 bucket, forget it, load it ahead.
 
-A pin is refused on all ranks or on none; where one rank dies in between, the next pin of that name
-settles it. Whether what is forgotten is so durably, and known to every other server, is asked
+A pin is refused on all ranks or on none: they ask before any takes it, in the place of another of
+its name. Whether what is forgotten is so durably, and known to every other server, is asked
 afterwards. A hint begins on all ranks in one step, and all load the same tokens: the least that any
 rank's tiers hold. What then becomes of it is ``Hints``' affair.
 """
@@ -11,38 +11,38 @@ from __future__ import annotations
 
 import math
 import time
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.api import CallError
-from sglang_tiered.budgets import MAX_KEYS, ForgetAllowance
+from sglang_tiered.budgets import MAX_KEYS, WINDOW_S, ForgetAllowance
 from sglang_tiered.integration.admin.calls import (
+    DETACHED,
     NO_NAMESPACE,
     UNKNOWN,
     is_detached,
     outcome,
-    polled,
     store_of,
 )
 from sglang_tiered.integration.admin.conversations import (
+    NOT_WRITTEN,
     erasure_of,
+    key_of,
     locate,
     num_known,
-    recent_of,
-    selector_of,
-    selectors_of,
+    prefix_of_body,
+    prefixes_of_body,
     tenant_of_body,
     tier_of,
+    until_durable,
 )
 from sglang_tiered.integration.admin.pin_notes import (
     PinNote,
     keepers,
-    pinned_prefixes,
+    pins_of_conversation,
     pins_of_prefix,
     stored_name,
 )
@@ -51,30 +51,24 @@ from sglang_tiered.storage.base import PinRefusal
 from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    from collections.abc import Sequence
 
-    from sglang_tiered.integration.admin.calls import Answer, Steps
-    from sglang_tiered.integration.admin.conversations import Checkpoints
+    from sglang_tiered.integration.admin.calls import Steps
     from sglang_tiered.integration.cache.hints import Chain, Hints
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.identity.recent_requests import PrefixSelector
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["Forgets", "pin", "prefetch", "unpin"]
+__all__ = ["forget", "pin", "prefetch", "unpin"]
 
 TOO_SHORT = "the prefix is shorter than a page of {} tokens, so there is nothing to pin"
 NOTHING_HELD = (
     "no page of the prefix is in memory or a tier, so there is nothing to keep; pin it once it is "
     "computed"
 )
-NOT_WRITTEN = "the tier did not take the change of the pin; see the server's log, and ask again"
+NO_PIN = "there is no such pin"
 REFUSED_ELSEWHERE = "another rank of this server cannot pin so much; unpin something"
 
-
-DETACHED = (
-    "the NVMe tier is detached: what it holds was not forgotten, only what memory held was; attach "
-    "it and ask again"
-)
 STAGED = (
     "the pages are hidden, and the first stage has forgotten them for good, but with --pp-size "
     "above 1 nobody can tell that of the others"
@@ -86,53 +80,41 @@ NOT_HERE = (
 )
 
 
-def pin(checkpoints: Checkpoints, cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
+def pin(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
     """Pin a conversation in a tier, and then make it durable there."""
     storage = store_of(cache)
     tier = tier_of(cache, storage, body.get("tier", "nvme"))
-    selector = yield from selector_of(cache, body)
-    if selector is None:
+    named = yield from prefix_of_body(cache, body)
+    if named is None:
         return UNKNOWN
-    located = locate(cache, selector)
-    if not located.hashes:
+    selector, located = named.selector, locate(cache, named.selector)
+    hashes = cache.page_hashes(located.key)
+    if not hashes:
         raise CallError(TOO_SHORT.format(cache.page_size))
-    num_held = num_known(cache, storage, located)
+    num_held = num_known(cache, storage, located, hashes)
     knows, most_held = yield [int(storage.knows_namespace), -num_held]
     if not knows:  # it would keep no page: none has a name yet
         raise CallError(NO_NAMESPACE, 503)
     if not most_held:  # none on any rank
         return {"done": True, "unknown": NOTHING_HELD}
-    tenants = cache.hidden_tenants
-    tenant = tenants.tenant_of(selector.extra_key, selector.cache_salt)
-    conversation = _conversation(cache, body)
-    name, ttl = body.get("name") or conversation or located.hashes[-1], body.get("ttl")
+    name, ttl = body.get("name") or named.conversation or hashes[-1], body.get("ttl")
     until_s = None if ttl is None else body["now"] + ttl
-    stored, keeper = stored_name(tenant, name), keepers(storage).get(tier)
-    kept: Future[bool] | PinRefusal = ended(True)  # on a rank that borrows the pages of another
-    if keeper is not None:
-        adapter = tenants.adapter_of(selector.extra_key)
-        note = PinNote.of(selector.tokens, conversation, adapter, body["now"])
-        keys = storage.keys_of_pools(located.hashes)
-        kept = keeper.pin(stored, keys, tenant, until_s, note.pack())
-
-    (is_kept,) = yield [int(not isinstance(kept, PinRefusal))]
-    if isinstance(kept, PinRefusal):
-        raise CallError(kept.why, 409)
-    if not is_kept:
-        if keeper is not None:
-            keeper.unpin(stored)
+    adapter = cache.hidden_tenants.adapter_of(selector.extra_key)
+    note = PinNote.of(selector.tokens, named.conversation, adapter, body["now"]).pack()
+    keys = storage.keys_of_pools(hashes)
+    wanted = stored_name(named.tenant, name), keys, named.tenant, until_s, note
+    keeper = keepers(storage).get(tier)  # none on a rank that borrows the pages of another
+    refusal = None if keeper is None else keeper.pin(*wanted, only_asks=True)
+    (may_pin,) = yield [int(not isinstance(refusal, PinRefusal))]
+    if isinstance(refusal, PinRefusal):
+        raise CallError(refusal.why, 409)
+    if not may_pin:
         raise CallError(REFUSED_ELSEWHERE, 409)
-    values, answer = checkpoints.work(cache, storage, selector, tier)
-
-    def report(least: list[int]) -> Answer:
-        *of_checkpoint, is_kept, is_durable = least
-        if is_kept and not is_durable:
-            raise CallError(NOT_WRITTEN, 503)
-        told = answer(of_checkpoint)
-        done = told["done"] and bool(is_kept)
-        return {**told, "name": name, "pinned_until": until_s, "done": done}
-
-    return (yield from polled(lambda: [*values(), *outcome([kept])], report))
+    kept = ended(True) if keeper is None else keeper.pin(*wanted)
+    if isinstance(kept, PinRefusal):  # since it was asked: the one before is still there
+        kept = ended(False)
+    told = {"name": name, "pinned_until": until_s}
+    return (yield from until_durable(cache, storage, named, tier, kept, **told))
 
 
 def unpin(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
@@ -140,103 +122,93 @@ def unpin(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
     here, names = keepers(store_of(cache)).values(), (yield from _stored_names(cache, body))
     has_any = any(keeper.has_pin(name) for keeper in here for name in names)
     if (yield [-int(has_any)]) == [0]:
-        return UNKNOWN
-
-    def report(least: list[int]) -> Answer:
-        done, durable = least
+        return {"done": True, "unknown": NO_PIN}
+    begun = [each.unpin(name) for each in here for name in names]
+    while True:
+        done, durable = yield outcome(begun)
         if done and not durable:
             raise CallError(NOT_WRITTEN, 503)
-        return {"done": bool(done)}
-
-    begun = [each.unpin(name) for each in here for name in names]
-    return (yield from polled(partial(outcome, begun), report))
-
-
-def _conversation(cache: TieredRadixCache, body: dict[str, Any]) -> str | None:
-    """Return the id of the conversation that a body selects, if it has one."""
-    recent = recent_of(cache, body) if "rid" in body else None
-    found: str | None = body.get("conversation_id")
-    return found if recent is None else recent.conversation
+        yield {"done": bool(done)}
 
 
 def _stored_names(cache: TieredRadixCache, body: dict[str, Any]) -> Steps:
     """Return the pins that a body names, as stores know them; none where its ``rid`` or
     ``conversation_id`` is not known, or names no page."""
-    tenant = tenant_of_body(cache, body)
+    tenant, names = tenant_of_body(cache, body), []
     if "name" in body:
         return [stored_name(tenant, body["name"])]
     if "conversation_id" in body:
-        keys = body.get("extra_key"), body.get("cache_salt")
-        found = yield from pinned_prefixes(cache, tenant, body["conversation_id"], *keys)
-        return list(dict.fromkeys(name for name, _ in found))
-    selector = yield from selector_of(cache, body)
-    hashes = [] if selector is None else locate(cache, selector).hashes
-    if selector is None or not hashes:
-        return []
-    tenant = cache.hidden_tenants.tenant_of(selector.extra_key, selector.cache_salt)
-    unnamed = stored_name(tenant, _conversation(cache, body) or hashes[-1])
-    named = yield from pins_of_prefix(cache, tenant, selector)
-    return list(dict.fromkeys((unnamed, *named)))
+        found = yield from pins_of_conversation(cache, tenant, body["conversation_id"])
+    else:
+        named = yield from prefix_of_body(cache, body)
+        hashes = [] if named is None else cache.page_hashes(key_of(cache, named.selector))
+        if named is None or not hashes:
+            return []
+        names = [stored_name(named.tenant, named.conversation or hashes[-1])]
+        found = yield from pins_of_prefix(cache, named.tenant, named.selector)
+    return list(dict.fromkeys([*names, *(name for name, _ in found)]))
 
 
-class Forgets:
-    """The conversations that one scheduler process forgets. Scheduler thread only."""
+_allowance, _allowance_again = ForgetAllowance(), ForgetAllowance()
+"""Of this scheduler process; the second of pages that are forgotten again within their hour, as by
+one who asks until it is durable. That takes nothing of what others may forget."""
 
-    def __init__(self) -> None:
-        self._allowance = ForgetAllowance()
+_forgotten: dict[str, float] = {}
+"""When pages were forgotten in the last hour, the oldest first."""
 
-    def begin(self, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Steps:
-        """Forget a conversation behind its first ``keep_tokens``, or the pages with these
-        ``hashes``."""
-        page_size = int(cache.page_size)
-        num_kept = -(-int(body.get("keep_tokens", 0)) // page_size)
-        selectors: list[PrefixSelector] = []
-        if "hashes" not in body:
-            selectors = _longest((yield from selectors_of(cache, body)))
-            if not selectors:
-                return UNKNOWN
-            behind = (_pages_behind(cache, each, num_kept) for each in selectors)
-            body = {
-                **body,
-                "hashes": list(dict.fromkeys(page for pages in behind for page in pages)),
-            }
-        hashes: list[str] = body["hashes"]
-        yield from self._spend(len(hashes))
-        begun = cache.erase(erasure_of(number, hashes=hashes)) if hashes else []
-        if is_detached(cache):
-            raise CallError(DETACHED, 503)
-        # For the replicas that do not know the rid; once, as they may be megabytes.
-        is_told = not selectors or "input_ids" in body or get_parallel().num_dp_ranks == 1
-        report = {"done": False, "durable": False, "num_tokens": len(hashes) * page_size}
-        if not is_told:
-            yield {**report, "hashes": hashes}
-        while True:
-            done, durable = map(bool, (yield outcome(begun)))
-            if durable:  # until then the caller may name it again
-                recents, original = cache.recent_requests, cache.hidden_tenants.original
-                recents.forget(selectors, num_kept * page_size, page_size, original)
-                if cache.pp_size > 1 and hashes:
-                    raise CallError(STAGED, 503)
-            report |= {"done": done, "durable": durable}
-            if done:
-                return report
-            yield dict(report)
 
-    def _spend(self, num_pages: int) -> Steps:
-        """Note that so many pages are forgotten, on all ranks or on none. Raises ``CallError``."""
-        if not num_pages:
-            return
-        asked = f"these are {num_pages:,} pages, and a server forgets {MAX_KEYS:,} in an hour"
-        now = time.monotonic()
-        wait_s = self._allowance.wait_s(num_pages, now)
-        if math.isinf(wait_s):
-            raise CallError(f"{asked}: use a purge of the tenant", 503)
-        (least,) = yield [-math.ceil(wait_s)]
-        if least:
-            raise CallError(
-                f"{asked}: use a purge of the tenant, or ask again after {-least} s", 503
-            )
-        self._allowance.take(num_pages, now)
+def forget(cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Steps:
+    """Forget a conversation behind its first ``keep_tokens``, or the pages with these
+    ``hashes``."""
+    page_size = int(cache.page_size)
+    num_kept = -(-int(body.get("keep_tokens", 0)) // page_size)
+    selectors: list[PrefixSelector] = []
+    hashes: list[str] = body.get("hashes", [])
+    if "hashes" not in body:
+        prefixes = yield from prefixes_of_body(cache, body)
+        selectors = _longest([each.selector for each in prefixes])
+        if not selectors:
+            return UNKNOWN
+        behind = (_pages_behind(cache, each, num_kept) for each in selectors)
+        hashes = list(dict.fromkeys(page for pages in behind for page in pages))
+    yield from _spend(hashes)
+    begun = cache.erase(erasure_of(number, hashes=hashes)) if hashes else []
+    if is_detached(cache):
+        raise CallError(DETACHED, 503)
+    # For the replicas that do not know the rid; once, as they may be megabytes.
+    is_told = not selectors or "input_ids" in body or get_parallel().num_dp_ranks == 1
+    report = {"done": False, "durable": False, "num_tokens": len(hashes) * page_size}
+    if not is_told:
+        yield {**report, "hashes": hashes}
+    while True:
+        done, durable = map(bool, (yield outcome(begun)))
+        if durable:  # until then the caller may name it again
+            recents, original = cache.recent_requests, cache.hidden_tenants.original
+            recents.forget(selectors, num_kept * page_size, page_size, original)
+            if cache.pp_size > 1 and hashes:
+                raise CallError(STAGED, 503)
+        yield {**report, "done": done, "durable": durable}
+
+
+def _spend(pages: Sequence[str]) -> Steps:
+    """Note that pages are forgotten, on all ranks or on none. Raises ``CallError``."""
+    if not pages:
+        return
+    now = time.monotonic()
+    while _forgotten and (oldest := next(iter(_forgotten.items())))[1] + WINDOW_S <= now:
+        del _forgotten[oldest[0]]
+    new = [page for page in pages if page not in _forgotten]
+    spent = [(_allowance, len(new)), (_allowance_again, len(pages) - len(new))]
+    asked = f"these are {len(pages):,} pages, and a server forgets {MAX_KEYS:,} in an hour"
+    if math.isinf(_allowance.wait_s(len(pages), now)):
+        raise CallError(f"{asked}: use a purge of the tenant", 503)
+    wait_s = max(allowance.wait_s(num, now) for allowance, num in spent)
+    (least,) = yield [-math.ceil(wait_s)]
+    if least:
+        raise CallError(f"{asked}: use a purge of the tenant, or ask again after {-least} s", 503)
+    for allowance, num in spent:
+        allowance.take(num, now)
+    _forgotten.update(dict.fromkeys(new, now))
 
 
 def _longest(selectors: list[PrefixSelector]) -> list[PrefixSelector]:
@@ -254,9 +226,7 @@ def _longest(selectors: list[PrefixSelector]) -> list[PrefixSelector]:
 
 
 def _pages_behind(cache: TieredRadixCache, selector: PrefixSelector, num_kept: int) -> list[str]:
-    key_of, salt = cache.hidden_tenants.key_of, selector.cache_salt
-    # By the key of now: what a purge has hidden matches nothing anyway.
-    key = RadixKey(selector.tokens, extra_key=key_of(selector.extra_key, salt), cache_salt=salt)
+    key = key_of(cache, selector)  # of now: what a purge has hidden matches nothing anyway
     pages = cache.page_hashes(key)
     if num_kept and len(pages) > num_kept:
         # The tree cuts its nodes where a match ends: what is kept can be stored by itself.
@@ -269,28 +239,25 @@ def prefetch(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
     storage, tiering = store_of(cache), cache.tiering
     if tiering is None or cache.buffer_pipeline is not None:
         raise CallError(NOT_HERE)
-    hints, selector = tiering.hints, (yield from selector_of(cache, body))
-    if selector is None:
+    hints, named = tiering.hints, (yield from prefix_of_body(cache, body))
+    if named is None:
         return UNKNOWN
-    tokens, extra_key, cache_salt = selector
+    tokens, extra_key, cache_salt = named.selector
     extra_key = cache.hidden_tenants.key_of(extra_key, cache_salt)
     chain = chain_of(cache, tokens, extra_key, cache_salt)
     hinted: Hinted = yield from _begin(cache, storage, hints, chain)
-    del body, selector, tokens, chain  # long, and kept for as long as nobody asks again
+    del body, named, tokens, chain  # long, and kept for as long as nobody asks again
     while True:  # hints are alike on all ranks
         store_of(cache)
         if hinted.why_dropped:
             hints.told(hinted)
             raise CallError(hinted.why_dropped, 503)
-        answer = {
+        yield {
             "done": not hinted.is_active,
             "num_tokens": hinted.num_pages * int(cache.page_size),
             "num_in_memory": hinted.num_in_memory,
             "num_loading": hinted.num_loading,
         }
-        if answer["done"]:
-            return answer
-        yield answer
 
 
 def _begin(cache: TieredRadixCache, storage: TieredStorage, hints: Hints, chain: Chain) -> Steps:

@@ -1,58 +1,59 @@
 """Residency and checkpoints of conversations in a scheduler process, and which prefix a body names.
 
 The scheduler thread reads memory and queues stores. Work that waits for a disk or a network
-(``make_durable``) runs on the threads of ``Checkpoints``, and the caller polls until it is done.
+(``make_durable``) runs on threads, and the caller polls until it is done.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.api import CallError
-from sglang_tiered.integration.admin.calls import UNKNOWN, has_ended, polled, store_of
-from sglang_tiered.integration.admin.pin_notes import pinned_prefixes
+from sglang_tiered.integration.admin.calls import UNKNOWN, has_ended, outcome, store_of
+from sglang_tiered.integration.admin.pin_notes import pins_of_conversation, prefix_of
 from sglang_tiered.integration.cache.small_host import is_storing
-from sglang_tiered.integration.identity.recent_requests import PrefixSelector
+from sglang_tiered.integration.identity.recent_requests import Recent
 from sglang_tiered.integration.identity.tenants import key_of_request
 from sglang_tiered.integration.storage.host_pages import page_bytes
 from sglang_tiered.storage.base import Erasure, Run, Tier, unique_keys
+from sglang_tiered.storage.promises import ended
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
-    from sglang_tiered.integration.admin.calls import Answer, Steps
+    from sglang_tiered.integration.admin.calls import Steps
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-    from sglang_tiered.integration.identity.recent_requests import Recent
+    from sglang_tiered.integration.identity.recent_requests import PrefixSelector
     from sglang_tiered.integration.storage.backend import TieredStorage
 
 __all__ = [
+    "NOT_WRITTEN",
     "WORK_S",
-    "Checkpoints",
     "Located",
+    "checkpoint",
     "key_of",
     "locate",
     "make_durable",
     "num_known",
-    "recent_of",
+    "prefix_of_body",
+    "prefixes_of_body",
     "residency",
-    "selector_of",
-    "selectors_of",
     "tenant_of_body",
     "tier_of",
-    "tokens_in_memory",
+    "until_durable",
 ]
 
 STAGED = (
@@ -60,11 +61,10 @@ STAGED = (
     "hold; NVMe gets the pages all the same"
 )
 NO_OBJECT_TIER = "this server has no object tier; start it with --tier-object-url"
-
-logger = logging.getLogger(__name__)
+NOT_WRITTEN = "the tier did not take the change of the pin; see the server's log, and ask again"
 
 _OFFER_AGAIN_S = 1.0
-_NUM_THREADS = 4
+_workers = ThreadPoolExecutor(4, thread_name_prefix="tier-checkpoint")
 
 WORK_S = 25.0
 """Time after which a checkpoint reports what is missing; shorter than the wait of the HTTP client's
@@ -81,6 +81,8 @@ def make_durable(
     """Wait until pages are durable in a tier, and return how many leading ones are. For NVMe, pages
     that only the bucket or other servers hold are loaded and stored under their tenant. Never on
     the scheduler thread."""
+    if work_s <= 0:
+        return 0  # nobody waits for it any more, and the next ones need the thread
     shard, stack = storage.region_engine, storage.stack
     if not isinstance(shard, RegionEngine):
         return len(hashes)  # decided by the rank that keeps the pages
@@ -163,27 +165,28 @@ def _leading(held: Sequence[bool]) -> int:
 
 
 class Located(NamedTuple):
-    """Whole pages of a prefix, and the nodes of the tree that hold the first of them."""
+    """The key of a prefix's whole pages, and the nodes of the tree that hold the first of them."""
 
-    hashes: list[str]
+    key: RadixKey
     path: tuple[TreePathNodeInfo, ...]
     num_device_tokens: int
+    num_host_tokens: int
 
 
 def residency(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
     """Tell how many leading tokens each tier holds by itself. Reads memory only."""
-    selector = yield from selector_of(cache, body)
-    if selector is None:
+    named = yield from prefix_of_body(cache, body)
+    if named is None:
         return UNKNOWN
-    located = locate(cache, selector)
+    located = locate(cache, named.selector)
     storage, page_size = cache.storage, int(cache.page_size)
-    held = {"device": located.num_device_tokens, "host": _num_host_tokens(cache, located.path)}
+    held = {"device": located.num_device_tokens, "host": located.num_host_tokens}
     if storage is not None:
-        for tier, num_pages in storage.pages_by_tier(located.hashes).items():
+        for tier, num_pages in storage.pages_by_tier(cache.page_hashes(located.key)).items():
             held[tier.value] = num_pages * page_size
     least = yield list(held.values())
     counts = dict(zip(held, least, strict=True))
-    return {"done": True, "num_tokens": len(selector.tokens), **counts}
+    return {"done": True, "num_tokens": len(named.selector.tokens), **counts}
 
 
 def tier_of(cache: TieredRadixCache, storage: TieredStorage, name: str) -> Tier:
@@ -196,80 +199,58 @@ def tier_of(cache: TieredRadixCache, storage: TieredStorage, name: str) -> Tier:
     return Tier(name)
 
 
-class Checkpoints:
-    """The checkpoints of one scheduler process. Scheduler thread only."""
-
-    def __init__(self) -> None:
-        self._workers = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tier-checkpoint")
-
-    def begin(self, cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
-        """Make a conversation durable."""
-        storage = store_of(cache)
-        tier = tier_of(
-            cache, storage, body.get("tier") or ("object" if storage.has_object_tier else "nvme")
-        )
-        selector = yield from selector_of(cache, body)
-        if selector is None:
-            return UNKNOWN
-        return (yield from polled(*self.work(cache, storage, selector, tier)))
-
-    def work(
-        self, cache: TieredRadixCache, storage: TieredStorage, selector: PrefixSelector, tier: Tier
-    ) -> tuple[Callable[[], list[int]], Callable[[list[int]], Answer]]:
-        """Begin to make a prefix durable in a tier. Returns what ``polled`` takes."""
-        located = locate(cache, selector)
-        _store_soon(cache, located.path)
-        num_known_pages = num_known(cache, storage, located)
-        tenant = cache.hidden_tenants.tenant_of(selector.extra_key, selector.cache_salt)
-
-        deadline = time.monotonic() + WORK_S
-
-        def submit() -> Future[int]:
-            pages = located.hashes[:num_known_pages]
-            return self._workers.submit(_durable_pages, storage, pages, tier, tenant, deadline)
-
-        durable = None if is_storing(cache, located.path) else submit()
-        last_node = located.path[-1].node_id if located.path else None
-        num_pages, page_size = len(located.hashes), int(cache.page_size)
-        offered_at = time.monotonic()
-
-        def values() -> list[int]:
-            nonlocal durable, offered_at
-            store_of(cache)
-            if durable is None:
-                durable = None if is_storing(cache, located.path) else submit()
-                return [0, 0]
-            if has_ended(durable):
-                return [1, durable.result()]
-            if time.monotonic() - offered_at >= _OFFER_AGAIN_S and last_node is not None:
-                offered_at = time.monotonic()
-                _offer_again(cache, last_node)
-            return [0, 0]
-
-        def answer(least: list[int]) -> Answer:
-            done, num_durable = least
-            return {
-                "done": bool(done),
-                "tier": tier.value,
-                "num_tokens": num_durable * page_size,
-                "num_missing": (num_pages - num_durable) * page_size,
-            }
-
-        return values, answer
+def checkpoint(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
+    """Make a conversation durable."""
+    storage = store_of(cache)
+    name = body.get("tier") or ("object" if storage.has_object_tier else "nvme")
+    tier = tier_of(cache, storage, name)
+    named = yield from prefix_of_body(cache, body)
+    if named is None:
+        return UNKNOWN
+    return (yield from until_durable(cache, storage, named, tier, ended(True)))
 
 
-def _durable_pages(
-    storage: TieredStorage, hashes: Sequence[str], tier: Tier, tenant: bytes, deadline: float
-) -> int:
-    """Return what ``make_durable`` does, and 0 where it fails, or begins when nobody waits for it
-    any more. A rank that raised in its step would miss the exchange in which the others tell what
-    they hold, and they would wait for it."""
-    left_s = deadline - time.monotonic()
-    try:
-        return make_durable(storage, hashes, tier, tenant, left_s) if left_s > 0 else 0
-    except Exception:
-        logger.exception("internal error in a checkpoint; its pages count as missing")
-        return 0
+def until_durable(
+    cache: TieredRadixCache,
+    storage: TieredStorage,
+    named: Recent,
+    tier: Tier,
+    kept: Future[bool],
+    **told: Any,
+) -> Steps:
+    """Make a prefix durable in a tier, and tell how far that is until its pin is ``kept`` too."""
+    located = locate(cache, named.selector)
+    _store_soon(cache, located.path)
+    hashes, page_size = cache.page_hashes(located.key), int(cache.page_size)
+    pages = hashes[: num_known(cache, storage, located, hashes)]
+    begun = time.monotonic()
+    offers_at = begun + _OFFER_AGAIN_S
+
+    def work() -> int:
+        left_s = begun + WORK_S - time.monotonic()
+        return make_durable(storage, pages, tier, named.tenant, left_s)
+
+    durable: Future[int] | None = None
+    while True:
+        store_of(cache)
+        own = [0, 0]  # whether it is known, and how many are durable
+        if durable is None:
+            durable = None if is_storing(cache, located.path) else _workers.submit(work)
+        elif has_ended(durable):
+            own = [1, durable.result()]
+        elif located.path and time.monotonic() >= offers_at:
+            offers_at = time.monotonic() + _OFFER_AGAIN_S
+            _offer_again(cache, located.path[-1].node_id)
+        done, num_durable, is_settled, is_kept = yield [*own, *outcome([kept])]
+        if is_settled and not is_kept:
+            raise CallError(NOT_WRITTEN, 503)
+        yield {
+            "done": bool(done and is_settled),
+            "tier": tier.value,
+            "num_tokens": num_durable * page_size,
+            "num_missing": (len(hashes) - num_durable) * page_size,
+            **told,
+        }
 
 
 def _store_soon(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> None:
@@ -277,11 +258,13 @@ def _store_soon(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> No
         cache.tiering.store_soon(path)
 
 
-def num_known(cache: TieredRadixCache, storage: TieredStorage, located: Located) -> int:
+def num_known(
+    cache: TieredRadixCache, storage: TieredStorage, located: Located, hashes: Sequence[str]
+) -> int:
     """Count the leading pages that memory or a tier holds; the others were never computed."""
     in_tree = located.path[-1].path_end // int(cache.page_size) if located.path else 0
-    rest = sum(span.num_pages for span in storage.lookup_spans(located.hashes[in_tree:]))
-    return min(len(located.hashes), in_tree + rest)
+    rest = sum(span.num_pages for span in storage.lookup_spans(hashes[in_tree:]))
+    return min(len(hashes), in_tree + rest)
 
 
 def _offer_again(cache: TieredRadixCache, last_node: int) -> None:
@@ -293,39 +276,37 @@ def _offer_again(cache: TieredRadixCache, last_node: int) -> None:
             _store_soon(cache, cache.tree_core.collect_path_info([last_node])[0])
 
 
-def selector_of(cache: TieredRadixCache, body: dict[str, Any]) -> Steps:
-    """Return the prefix that a body selects, of a conversation the newest; None for a ``rid`` or
+def prefix_of_body(cache: TieredRadixCache, body: dict[str, Any]) -> Steps:
+    """Return the prefix that a body names, of a conversation the newest; None for a ``rid`` or
     ``conversation_id`` that is not known."""
-    found = yield from selectors_of(cache, body, newest=True)
+    found = yield from prefixes_of_body(cache, body, newest=True)
     return found[0] if found else None
 
 
-def selectors_of(cache: TieredRadixCache, body: dict[str, Any], *, newest: bool = False) -> Steps:
-    """Return every prefix that a body names: of a conversation those of its recent requests and of
-    its pins, the newest first. Of ``newest``, at least that."""
-    extra_key, cache_salt = body.get("extra_key"), body.get("cache_salt")
+def prefixes_of_body(
+    cache: TieredRadixCache, body: dict[str, Any], *, newest: bool = False
+) -> Steps:
+    """Return every prefix that a body names, each as if a request had left it (``Recent``). Of a
+    conversation these are those of its recent requests and of its pins, the newest first; of
+    ``newest``, at least that. A ``rid`` that comes with the keys of another tenant is not known:
+    clients choose it, so another tenant may know it."""
+    tenant = tenant_of_body(cache, body)
     if "rid" in body:
-        recent = recent_of(cache, body)
-        return [] if recent is None else [recent.selector]
+        recent = cache.recent_requests.find(body["rid"])
+        has_keys = not body.keys().isdisjoint(("extra_key", "cache_salt"))
+        if recent is None or (has_keys and recent.tenant != tenant):
+            return []
+        return [recent]
     if "conversation_id" in body:
-        tenant, conversation = tenant_of_body(cache, body), body["conversation_id"]
-        recents = cache.recent_requests.of_conversation(tenant, conversation)
-        found = [recent.selector for recent in recents]
+        conversation = body["conversation_id"]
+        found = cache.recent_requests.of_conversation(tenant, conversation)
         if found and newest:
             return found
-        pinned = yield from pinned_prefixes(cache, tenant, conversation, extra_key, cache_salt)
-        return found + [prefix for _, prefix in pinned]
-    extra_key = cache.hidden_tenants.key_of(key_of_request(extra_key, None), cache_salt)
-    return [PrefixSelector(array("q", body["input_ids"]), extra_key, cache_salt)]
-
-
-def recent_of(cache: TieredRadixCache, body: dict[str, Any]) -> Recent | None:
-    """Return the request that a body's ``rid`` names; None where the body has the keys of another
-    tenant. Clients choose a ``rid``, so another tenant may know it."""
-    recent = cache.recent_requests.find(body["rid"])
-    if recent is None or body.keys().isdisjoint(("extra_key", "cache_salt")):
-        return recent
-    return recent if recent.tenant == tenant_of_body(cache, body) else None
+        pinned = yield from pins_of_conversation(cache, tenant, conversation)
+        prefixes = [note.prefix(cache, body) for _, note in pinned]
+        return found + [Recent("", each, tenant, conversation, 0, 0.0) for each in prefixes]
+    selector = prefix_of(cache, body, array("q", body["input_ids"]))
+    return [Recent("", selector, tenant, None, 0, 0.0)]
 
 
 def tenant_of_body(cache: TieredRadixCache, body: dict[str, Any]) -> bytes:
@@ -348,32 +329,12 @@ def locate(cache: TieredRadixCache, selector: PrefixSelector) -> Located:
     """Return the whole pages of a prefix, and where the tree holds them."""
     key = key_of(cache, selector)
     if len(key) == 0:
-        return Located([], (), 0)
-    return Located(cache.page_hashes(key), *_match(cache, key))
-
-
-def tokens_in_memory(cache: TieredRadixCache, selector: PrefixSelector) -> tuple[int, int]:
-    """Return how many leading tokens of a prefix's whole pages the device and the host hold."""
-    key = key_of(cache, selector)
-    if len(key) == 0:
-        return 0, 0
-    path, num_device_tokens = _match(cache, key)
-    return num_device_tokens, _num_host_tokens(cache, path)
-
-
-def _match(cache: TieredRadixCache, key: RadixKey) -> tuple[tuple[TreePathNodeInfo, ...], int]:
+        return Located(key, (), 0, 0)
     match = cache.match_visible(key)
     path = cache.tree_core.collect_path_info([match.best_match_node])[0]
-    return path, int(match.device_prefix_len)
-
-
-def _num_host_tokens(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> int:
-    end = 0
-    for node in path:
-        if not cache.tree_core.is_backuped(node.node_id):
-            break
-        end = node.path_end
-    return end
+    in_host = takewhile(lambda node: cache.tree_core.is_backuped(node.node_id), path)
+    num_host_tokens = max((node.path_end for node in in_host), default=0)
+    return Located(key, path, int(match.device_prefix_len), num_host_tokens)
 
 
 def erasure_of(

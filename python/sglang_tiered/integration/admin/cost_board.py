@@ -23,7 +23,6 @@ from sglang_tiered.policy.server_costs import RankCosts  # noqa: TC001 - msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
-    from types import TracebackType
 
 __all__ = ["ENVIRONMENT_VARIABLE", "CostBoard"]
 
@@ -33,12 +32,7 @@ ENVIRONMENT_VARIABLE = "SGLANG_TIERED_COSTS"
 PLACE_BYTES = 4096
 """A record takes about 1 kB."""
 
-MAX_READS = 4
-"""Of a place: a writer takes microseconds, and 50 milliseconds pass before it comes back."""
-
-_HEADER = struct.Struct("<8sI16s")
-_MAGIC = b"SGLTCOST"
-_HEADER_BYTES = 64
+_NAME = "sglang-tiered-costs"
 _LENGTH = struct.Struct("<I")
 
 logger = logging.getLogger(__name__)
@@ -68,37 +62,35 @@ class CostBoard:
     def create(cls, num_ranks: int, num_local_ranks: int | None = None) -> CostBoard:
         """Make an empty board. ``num_local_ranks`` (all) can reach it: others are on other
         machines. Raises ``OSError`` where the system has none."""
-        boot = secrets.token_bytes(16)
-        descriptor = os.memfd_create("sglang-tiered-costs")
+        descriptor = os.memfd_create(_NAME)
         os.ftruncate(descriptor, _size(num_ranks))
-        board = cls(descriptor, num_ranks, boot.hex())
+        board = cls(descriptor, num_ranks, secrets.token_hex(16))
         board.num_local_ranks = num_local_ranks or num_ranks
-        _HEADER.pack_into(board._memory, 0, _MAGIC, num_ranks, boot)
         return board
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> CostBoard | None:
         """Open the launcher's board; None in a process without one, as on other machines."""
-        path = environment.get(ENVIRONMENT_VARIABLE)
-        if not path:
+        told = environment.get(ENVIRONMENT_VARIABLE)
+        if not told:
             return None
+        path, num_ranks, boot = told.split(":")
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            # The launcher may have ended, and its number be another process's by now.
+            is_board = os.readlink(path).startswith(f"/memfd:{_NAME} ")
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC) if is_board else -1
         except OSError as error:
             logger.warning("costs are not published: %s cannot be opened (%s)", path, error)
             return None
-        data = os.pread(descriptor, _HEADER.size, 0)
-        if len(data) == _HEADER.size:
-            magic, num_ranks, boot = _HEADER.unpack(data)
-            if magic == _MAGIC and os.fstat(descriptor).st_size == _size(num_ranks):
-                return cls(descriptor, num_ranks, boot.hex())
-        os.close(descriptor)
+        if is_board and os.fstat(descriptor).st_size == _size(int(num_ranks)):
+            return cls(descriptor, int(num_ranks), boot)
         logger.warning("costs are not published: %s is no board of this server", path)
         return None
 
     def to_environment(self, environment: MutableMapping[str, str] = os.environ) -> None:
         """Tell the children of this process where to find it, as long as this process lives."""
-        environment[ENVIRONMENT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        environment[ENVIRONMENT_VARIABLE] = f"{path}:{self.num_ranks}:{self.boot}"
 
     def write(self, costs: RankCosts, clock_s: float) -> None:
         """Replace the record of ``costs.rank``, of a snapshot taken at ``clock_s`` of
@@ -117,21 +109,16 @@ class CostBoard:
 
     def read(self, clock: Callable[[], float] = time.monotonic) -> tuple[RankCosts, ...]:
         """Return the last record of every rank that has written one, each with its age."""
-        entries = [self._read(rank) for rank in range(self.num_ranks)]
+        entries = []
+        for rank in range(self.num_ranks):
+            found = [self._entry(_start(rank, turn)) for turn in range(2)]
+            whole = [entry for entry in found if entry is not None]
+            entries += sorted(whole, key=lambda entry: entry.number)[-1:]
         now = clock()
         return tuple(
             msgspec.structs.replace(entry.costs, age_s=max(0.0, now - entry.clock_s))
             for entry in entries
-            if entry is not None
         )
-
-    def _read(self, rank: int) -> _Entry | None:
-        for _ in range(MAX_READS):
-            found = [self._entry(_start(rank, turn)) for turn in range(2)]
-            entries = [entry for entry in found if entry is not None]
-            if entries:
-                return max(entries, key=lambda entry: entry.number)
-        return None
 
     def _entry(self, start: int) -> _Entry | None:
         (length,) = _LENGTH.unpack_from(self._memory, start)
@@ -148,18 +135,13 @@ class CostBoard:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def _size(num_ranks: int) -> int:
-    return _HEADER_BYTES + 2 * num_ranks * PLACE_BYTES
+    return 2 * num_ranks * PLACE_BYTES
 
 
 def _start(rank: int, turn: int) -> int:
-    return _HEADER_BYTES + (2 * rank + turn) * PLACE_BYTES
+    return (2 * rank + turn) * PLACE_BYTES

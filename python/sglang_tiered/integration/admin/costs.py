@@ -178,7 +178,7 @@ class CostPublisher:
         self._interval_s = interval_s
         self._clock, self._wall_clock = clock, wall_clock
         self._due = self._tiers_due = clock()
-        self._states: dict[Tier, tuple[bool, int | None, int | None, int | None]] = {}
+        self._states: dict[Tier, _State] = {}
         self._namespace = ""
         self._announced: PeerTier | None = None  # which tells others where this server is
         self._role = ""  # and what it does, which may be switched
@@ -235,19 +235,15 @@ class CostPublisher:
         host = cache.cache_controller.mem_pool_host
         tiers = {}
         for tier, cost in zip(Tier, costs.transfers, strict=True):
-            state = self._states.get(tier, (False, None, None, None))
-            tiers[tier.value] = TierPrices(
-                cast("tuple[float, float]", cost.prices), cost.num_observed, *state
-            )
+            prices, state = cast("tuple[float, float]", cost.prices), self._states.get(tier, _NONE)
+            tiers[tier.value] = TierPrices(prices, cost.num_observed, *state)
         occupied = cache.cache_controller.prefetch_tokens_occupied
         return RankCosts(
             at=self._wall_clock(),
             boot=self._board.boot,
             rank=self._rank,
             role=role,
-            bootstrap_port=(
-                scheduler.server_args.disaggregation_bootstrap_port if role == "prefill" else None
-            ),
+            bootstrap_port=_bootstrap_port(scheduler),
             computes_on=scheduler.server_args.device or "",
             namespace=self._namespace,
             attached=cache.storage is not None,
@@ -267,7 +263,7 @@ class CostPublisher:
             service_s=planner.service_s,
             num_others=planner.num_others(),
             busy=self._tiering.work.busy_share(now),
-            ahead_tokens=_three(planner.tokens_ahead(max(0, occupied))),
+            ahead_tokens=cast("tuple[int, int, int]", planner.tokens_ahead(max(0, occupied))),
             waiting=Waiting(_num_waiting(scheduler), planner.num_waiting_tokens),
             decode=DecodeLoad(
                 len(scheduler.running_batch.reqs),
@@ -295,51 +291,45 @@ class CostPublisher:
         if storage is None:
             self._announced = None
             return
-        stack = storage.stack
+        stack, costs = storage.stack, self._tiering.planner.costs
         nvme = stack.nvme.stats()
-        held, stored = nvme.physical_bytes, nvme.stored_bytes
-        self._note(Tier.NVME, nvme.health, held, nvme.capacity_bytes, stored)
+        held, most = nvme.physical_bytes, nvme.capacity_bytes
+        self._states[Tier.NVME] = _state(nvme.health, held, most, nvme.stored_bytes)
         if stack.bucket is not None:
             bucket = stack.bucket.stats()
-            self._note(Tier.OBJECT, bucket.health, bucket.physical_bytes, bucket.capacity_bytes)
+            held, most = bucket.physical_bytes, bucket.capacity_bytes
+            self._states[Tier.OBJECT] = _state(bucket.health, held, most, held)
         peers = cast("PeerTier | None", stack.remote.get(Tier.PEER))
-        if peers is None:
-            self._announced = None
-            return
-        stats, costs = peers.stats(), self._tiering.planner.costs
-        page_bytes = costs.page_tokens * costs.bytes_per_token
-        self._note(Tier.PEER, stats.health, stats.num_pages_mirrored * page_bytes, None)
-        if peers is not self._announced:
-            self._announced = peers
-            self._announce(peers)
-
-    def _note(
-        self,
-        tier: Tier,
-        health: Health,
-        held: int,
-        capacity: int | None,
-        stored: int | None = None,
-    ) -> None:
-        stored = held if stored is None else stored
-        self._states[tier] = (health is Health.RUNNING, held, capacity, stored)
+        if peers is not None:
+            stats = peers.stats()
+            held = stats.num_pages_mirrored * costs.page_tokens * costs.bytes_per_token
+            self._states[Tier.PEER] = _state(stats.health, held, None, held)
+            if peers is not self._announced:
+                self._announce(peers)
+        self._announced = peers
 
     def _announce(self, peers: PeerTier) -> None:
         """Have the Redis say where this server answers HTTP, and in which role."""
-        scheduler = self._scheduler
-        arguments = scheduler.server_args
-        if arguments.node_rank != 0:
+        settings, rank = self._scheduler.server_args, self._rank
+        if settings.node_rank != 0:
             return  # another machine has the HTTP endpoint
-        role = _ROLES[scheduler.disaggregation_mode.value]
-        port = arguments.disaggregation_bootstrap_port if role == "prefill" else 0
-        host, http_port = arguments.host, arguments.port
-        is_tls, rank = bool(arguments.ssl_certfile), self._rank
+        role, port = Role[self._role.upper()], _bootstrap_port(self._scheduler) or 0
+        host, http_port, is_tls = settings.host, settings.port, bool(settings.ssl_certfile)
 
         def serving(address: str) -> Serving:
             url = serving_url(host, http_port, is_tls=is_tls, peer_address=address)
-            return Serving(url, Role[role.upper()], rank, port)
+            return Serving(url, role, rank, port)
 
         peers.announce_serving(serving)
+
+
+_State = tuple[bool, int | None, int | None, int | None]
+"""What ``TierPrices`` has behind its prices: whether loads are served, and bytes."""
+_NONE: _State = (False, None, None, None)
+
+
+def _state(health: Health, held: int, capacity: int | None, stored: int) -> _State:
+    return health is Health.RUNNING, held, capacity, stored
 
 
 def serving_url(host: str, port: int, *, is_tls: bool, peer_address: str) -> str:
@@ -354,6 +344,12 @@ def serving_url(host: str, port: int, *, is_tls: bool, peer_address: str) -> str
         if address.is_unspecified:
             shown = urlsplit(peer_address).netloc.rpartition(":")[0]
     return f"{'https' if is_tls else 'http'}://{shown}:{port}"
+
+
+def _bootstrap_port(scheduler: Any) -> int | None:
+    """Return where decode finds this prefill server; None in another role."""
+    is_prefill = scheduler.disaggregation_mode.value == "prefill"
+    return scheduler.server_args.disaggregation_bootstrap_port if is_prefill else None
 
 
 def _num_waiting(scheduler: Any) -> int:
@@ -378,8 +374,3 @@ def _decode_tokens(scheduler: Any, num_used: int) -> int | None:
         return None
     kept: int = scheduler.server_args.num_reserved_decode_tokens
     return min(int(batch.seq_lens_cpu.sum()), max(0, num_used)) + kept * len(batch.reqs)
-
-
-def _three(parts: tuple[int, ...]) -> tuple[int, int, int]:
-    nvme, peer, bucket = (*parts, 0, 0, 0)[:3]
-    return nvme, peer, bucket

@@ -1,7 +1,11 @@
-"""What SGLang's HTTP server answers of the tiers: endpoints and a page for people (``TierPage``).
+"""What SGLang's HTTP server answers of the tiers: endpoints, and a page for people.
 Routes, JSON and statuses: a refusal is ``{"error": SENTENCE}`` with the status of its
 ``api.CallError``. API keys are those of ``/flush_cache``; ``GET /tier/costs`` also takes one that
-opens nothing else (``keys``).
+opens nothing else (``keys``). Without keys a call is refused that comes from another site.
+
+The page is the same file for everybody and holds nothing of a server, so it needs no key. All that
+it shows comes from the calls, whose key the reader types in; the page keeps it in its tab and sends
+it as every client does. A browser never sends it by itself, so no other site can act with it.
 
 ``GET /tier/requests`` is answered here, from the end of the files of ``--tier-log-requests``. They
 are read when it is asked: no scheduler takes part, and nothing is kept while nobody asks.
@@ -22,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import Request, Response  # noqa: TC002 - FastAPI reads them out of annotations
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse
 
 from sglang_tiered.api import (
     CALLS,
@@ -35,15 +39,17 @@ from sglang_tiered.api import (
     RequestsCall,
     decode,
 )
+from sglang_tiered.integration.admin import service
 from sglang_tiered.integration.admin.costs import abort_rooms, event_source, server_costs
+from sglang_tiered.integration.admin.keys import PAGE
 from sglang_tiered.integration.admin.role_switch import ModelDoor, is_draining
-from sglang_tiered.integration.admin.service import Report, TierService
+from sglang_tiered.integration.admin.service import Report
 from sglang_tiered.policy.server_costs import ABANDONED
 from sglang_tiered.request_log import VERSION, RequestRecord, Sources, older
 from sglang_tiered.tools.causes import cause
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
     from pathlib import Path
 
     from fastapi import FastAPI
@@ -52,11 +58,10 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.admin.cost_board import CostBoard
     from sglang_tiered.request_log import RequestLogConfig
 
+    Answer = Callable[[Call, Request], Awaitable[Report]]
     Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
-    Application = Callable[[Any, Any, Any], Awaitable[None]]
 
-__all__ = ["TAIL_BYTES", "TierPage", "add_page", "add_routes", "newest_requests"]
-
+__all__ = ["TAIL_BYTES", "add_routes", "newest_requests"]
 
 MINUTE_S = 60.0
 
@@ -67,29 +72,22 @@ NOT_LOGGED = (
     "this server writes no line of its requests; start it with --tier-log-requests FILE to see them"
 )
 
-PATH = "/tier/"
-
-_REFUSAL = (
-    b'{"error":"a page of another site had a browser send this; start the server with --api-key"}'
-)
+OTHER_SITE = "a page of another site had a browser send this; start the server with --api-key"
 
 
-def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig) -> None:
-    """Add the endpoints. Call it once, before the server listens. The schedulers write their costs
-    to ``board``, which the caller keeps open."""
+def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig, *, has_key: bool) -> None:
+    """Add the endpoints and the page. Call it once, before the server listens. The schedulers write
+    their costs to ``board``, which the caller keeps open."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     app.add_middleware(ModelDoor)
+    app.add_route(PAGE, _page)
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
-    others = {
-        CostsCall: _costs_endpoint(board, config),
-        RequestsCall: _endpoint(RequestsCall, _newest(config)),
-    }
+    others = {CostsCall: _costs(board, config), RequestsCall: _newest(config)}
     for call in CALLS:
-        endpoint = others.get(call) or _endpoint(call, _ask_schedulers)
-        app.add_api_route(
-            call.path, guarded(endpoint), methods=list(call.methods), response_model=None
-        )
+        answer = others.get(call, _ask_schedulers)
+        endpoint = guarded(_endpoint(call, answer, has_key=has_key))
+        app.add_api_route(call.path, endpoint, methods=[call.method], response_model=None)
 
 
 def _manager() -> Any:
@@ -98,55 +96,56 @@ def _manager() -> Any:
     return get_global_state().tokenizer_manager
 
 
-async def _ask_schedulers(call: Call) -> Report:
-    return await TierService(_manager()).answer(call)
+async def _ask_schedulers(call: Call, _: Request) -> Report:
+    return await service.answer(_manager(), call)
 
 
-def _endpoint(call: type[Call], answer: Callable[[Any], Awaitable[Report]]) -> Endpoint:
+def _endpoint(call: type[Call], answer: Answer, *, has_key: bool) -> Endpoint:
     """Return the handler of one call, which ``answer`` answers."""
 
     async def endpoint(request: Request) -> Response:
-        is_query = request.method == "GET"
         try:
-            body = _query(request) if is_query else await _json(request)
-            report = await answer(decode(call, body, is_query=is_query))
+            if not has_key and _is_of_another_site(request.headers):
+                raise CallError(OTHER_SITE, 403)
+            given = dict(request.query_params) if call.method == "GET" else await _json(request)
+            report = await answer(decode(call, given), request)
         except CallError as error:
             report = Report(error.status, {"error": str(error)})
-        body = msgspec.json.encode(report.body)
-        return Response(body, report.status, media_type="application/json")
+        body, again = msgspec.json.encode(report.body), {"Retry-After": "1"}
+        headers = again if report.status == 503 else None
+        return Response(body, report.status, headers, media_type="application/json")
 
     return endpoint
 
 
-def _costs_endpoint(board: CostBoard, config: TieredConfig) -> Endpoint:
-    """Return the handler of ``/tier/costs``, which reads memory only. It hears there of requests
-    that were given up, too."""
+def _costs(board: CostBoard, config: TieredConfig) -> Answer:
+    """Return what answers ``/tier/costs``, which reads memory only. It hears there of requests that
+    were given up, too."""
 
-    async def costs(request: Request) -> Response:
+    async def costs(_: Call, request: Request) -> Report:
         manager = _manager()
         abort_rooms(manager, request.headers.get(ABANDONED, ""))
         draining, events = is_draining(manager), event_source(manager.server_args)
         try:
-            answer = server_costs(board, config, draining=draining, events=events)
+            return Report(200, server_costs(board, config, draining=draining, events=events))
         except CallError as error:
-            again = {"Retry-After": "1"} if error.status == 503 else None
             part = {  # what a router must know of a server without costs
                 "disaggregation_mode": manager.disaggregation_mode.value,
                 "disaggregation_bootstrap_port": manager.server_args.disaggregation_bootstrap_port,
                 "draining": draining,
             }
-            return JSONResponse({"error": str(error), **part}, error.status, again)
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+            return Report(error.status, {"error": str(error), **part})
 
     return costs
 
 
-def _newest(config: TieredConfig) -> Callable[[RequestsCall], Awaitable[Report]]:
+def _newest(config: TieredConfig) -> Answer:
     """Return what answers ``/tier/requests``, which reads files on a thread. One look at a time:
     a disk that hangs may not take the threads that name look-ups and others want."""
     look = asyncio.Lock()
 
-    async def newest(call: RequestsCall) -> Report:
+    async def newest(call: Call, _: Request) -> Report:
+        assert isinstance(call, RequestsCall)
         if look.locked():
             raise CallError("the lines are being read for somebody else; ask again", 503)
         async with look:
@@ -159,21 +158,9 @@ def _newest(config: TieredConfig) -> Callable[[RequestsCall], Awaitable[Report]]
 async def _json(request: Request) -> Any:
     """Return the parsed body. Raises ``CallError``."""
     try:
-        return await request.json()
-    except RecursionError:
-        raise CallError(
-            "the body is nested too deeply; pass a JSON object of texts and token numbers"
-        ) from None
-    except ValueError as error:
+        return msgspec.json.decode(await request.body())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CallError(f"the body is not JSON ({error}); pass a JSON object") from None
-
-
-def _query(request: Request) -> dict[str, Any]:
-    """Return query parameters as a body; ``input_ids`` are separated by commas."""
-    body: dict[str, Any] = dict(request.query_params)
-    if "input_ids" in body:
-        body["input_ids"] = [word.strip() for word in body["input_ids"].split(",")]
-    return body
 
 
 def newest_requests(
@@ -236,64 +223,22 @@ def _tail(path: Path, num_bytes: int) -> tuple[list[RequestRecord], bool]:
     return records, has_more
 
 
-def add_page(app: Any, *, has_key: bool) -> None:
-    """Put the page in front of ``app``, SGLang's FastAPI application, and of the keys that SGLang
-    asks every path for, if it ``has_key``. Call it once, before the server listens."""
-    build = app.build_middleware_stack
-    app.build_middleware_stack = lambda: TierPage(build(), has_key=has_key)
-
-
-class TierPage:
-    """``GET /tier/``, a page for people, in front of SGLang's application. Answers ``GET`` and
-    ``HEAD`` of ``PATH``, and passes everything else on to ``app``. Without keys it refuses calls
-    below ``PATH`` that come from another site.
-
-    The page is the same file for everybody and holds nothing of a server, so it needs no key. All
-    that it shows comes from the calls, whose key the reader types in; the page keeps it in its tab
-    and sends it as every client does. A browser never sends it by itself, so no other site can act
-    with it.
-    """
-
-    def __init__(self, app: Application, *, has_key: bool) -> None:
-        self._app, self._has_key = app, has_key
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        method = scope.get("method")
-        if path == PATH and method in ("GET", "HEAD"):
-            await _answer(send, 200, *_page(), is_shown=method == "GET")
-        elif path.startswith(PATH) and not self._has_key and _is_of_another_site(scope):
-            await _answer(send, 403, _REFUSAL, [(b"content-type", b"application/json")])
-        else:
-            await self._app(scope, receive, send)
-
-
-async def _answer(
-    send: Any,
-    status: int,
-    body: bytes,
-    headers: list[tuple[bytes, bytes]],
-    *,
-    is_shown: bool = True,
-) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-    await send({"type": "http.response.body", "body": body if is_shown else b""})
-
-
-def _is_of_another_site(scope: Any) -> bool:
+def _is_of_another_site(headers: Mapping[str, str]) -> bool:
     """Whether another site's page has a browser send this. Such a page may send a ``POST`` of text
     to any server that the browser reaches. SGLang lets it add headers and read every answer."""
-    headers = dict(scope["headers"])
-    if site := headers.get(b"sec-fetch-site"):  # which browsers tell this machine and over TLS
-        return site in (b"cross-site", b"same-site")
-    origin = headers.get(b"origin")
-    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
+    if site := headers.get("sec-fetch-site"):  # which browsers tell this machine and over TLS
+        return site in ("cross-site", "same-site")
+    origin = headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != headers.get("host")
+
+
+async def _page(_: Request) -> Response:
+    return _read_page()
 
 
 @functools.cache
-def _page() -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """Return the page and its headers. Read when somebody first looks."""
+def _read_page() -> Response:
+    """Return the page, which is read when somebody first looks."""
     text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     policy = "; ".join(
         (
@@ -306,15 +251,13 @@ def _page() -> tuple[bytes, list[tuple[bytes, bytes]]]:
             "frame-ancestors 'none'",
         )
     )
-    body = text.encode()
     headers = {
-        "content-type": "text/html; charset=utf-8",
         "content-security-policy": policy,
         "cache-control": "no-cache",
         "referrer-policy": "no-referrer",
         "x-content-type-options": "nosniff",
     }
-    return body, [(name.encode(), value.encode()) for name, value in headers.items()]
+    return HTMLResponse(text, headers=headers)
 
 
 def _digest(element: str, text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,6 +19,8 @@ from sglang_tiered.storage.base import Tier
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang_tiered.integration.admin.calls import Steps
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.storage.backend import TieredStorage
@@ -26,22 +28,23 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_NOTE",
-    "TOKEN_BYTES",
     "PinNote",
-    "as_tokens",
+    "Pinned",
     "keepers",
-    "packed",
-    "pinned_prefixes",
+    "pages_of",
+    "pins_of_conversation",
     "pins_of_prefix",
+    "prefix_of",
     "stored_name",
     "unpack",
-    "whole_pages",
 ]
 
-TOKEN_BYTES = 4  # of a note
-
 _VERSION = 1
+_TOKEN_BYTES = 4
 _DIGEST_BYTES = 16
+
+Pinned = tuple[str | None, bytes]
+"""The adapter and the noted tokens of whole pages."""
 
 
 class PinNote(msgspec.Struct, array_like=True, frozen=True):
@@ -51,51 +54,62 @@ class PinNote(msgspec.Struct, array_like=True, frozen=True):
     conversation: str | None
     adapter: str | None  # the id of a LoRA adapter
     pinned_at_s: float  # since 1970
-    tokens: bytes  # see ``as_tokens``
+    tokens: bytes  # four bytes each, little-endian
 
     @classmethod
     def of(
         cls, tokens: array[int], conversation: str | None, adapter: str | None, pinned_at_s: float
     ) -> PinNote:
-        return cls(_VERSION, conversation, adapter, pinned_at_s, packed(tokens))
+        return cls(_VERSION, conversation, adapter, pinned_at_s, _packed(tokens))
 
     def pack(self) -> bytes:
         """Return it with a digest of the conversation in front, by which it is found."""
         return _digest(self.conversation) + msgspec.msgpack.encode(self)
+
+    def pages(self, page_size: int) -> Pinned:
+        return self.adapter, _whole_pages(self.tokens, page_size)
+
+    def prefix(self, cache: TieredRadixCache, body: dict[str, Any]) -> PrefixSelector:
+        """Return the prefix, of the tenant that a body names."""
+        tokens = array("q", np.frombuffer(self.tokens, "<u4").astype(np.int64).tobytes())
+        return prefix_of(cache, body, tokens, self.adapter)
 
 
 NO_NOTE = PinNote(_VERSION, None, None, 0.0, b"")
 """Of a pin that lost pages to a forget: what it noted went with them."""
 
 
-def packed(tokens: array[int]) -> bytes:
-    """Return tokens as a note has them: four bytes each, little-endian."""
-    return np.frombuffer(tokens, np.int64).astype("<u4").tobytes()
+def unpack(data: bytes) -> PinNote | None:
+    """Return a note; None for what is none, or of another version."""
+    try:
+        note = msgspec.msgpack.decode(data[_DIGEST_BYTES:], type=PinNote)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    is_known = note.version == _VERSION and len(note.tokens) % _TOKEN_BYTES == 0
+    return note if is_known else None
 
 
-def as_tokens(noted: bytes) -> array[int]:
-    """Return the tokens of a note."""
-    return array("q", np.frombuffer(noted, "<u4").astype(np.int64).tobytes())
+def prefix_of(
+    cache: TieredRadixCache, body: dict[str, Any], tokens: array[int], adapter: str | None = None
+) -> PrefixSelector:
+    """Return a prefix of these tokens, of the tenant that a body names."""
+    cache_salt = body.get("cache_salt")
+    key = key_of_request(body.get("extra_key"), adapter)
+    return PrefixSelector(tokens, cache.hidden_tenants.key_of(key, cache_salt), cache_salt)
 
 
-def whole_pages(noted: bytes, page_size: int) -> bytes:
-    """Return the tokens of a note that are in whole pages."""
-    return noted[: len(noted) - len(noted) % (page_size * TOKEN_BYTES)]
+def pages_of(cache: TieredRadixCache, selector: PrefixSelector) -> Pinned:
+    """Return the whole pages of a prefix as a note of them has them."""
+    adapter = cache.hidden_tenants.adapter_of(selector.extra_key)
+    return adapter, _whole_pages(_packed(selector.tokens), int(cache.page_size))
 
 
-class _NamedNote(NamedTuple):
-    """The note of a pin, and the name that stores know the pin by."""
-
-    stored_name: str
-    note: PinNote
-
-
-def keepers(storage: TieredStorage) -> dict[Tier, RegionEngine | BucketEngine]:
+def keepers(storage: TieredStorage | None) -> dict[Tier, RegionEngine | BucketEngine]:
     """Return what keeps pins for this rank; nothing where it borrows the pages of another."""
     found: dict[Tier, RegionEngine | BucketEngine] = {}
-    if isinstance(storage.region_engine, RegionEngine):
+    if storage is not None and isinstance(storage.region_engine, RegionEngine):
         found[Tier.NVME] = storage.region_engine
-    if storage.stack.bucket is not None:
+    if storage is not None and storage.stack.bucket is not None:
         found[Tier.OBJECT] = storage.stack.bucket
     return found
 
@@ -105,62 +119,41 @@ def stored_name(tenant: bytes, name: str) -> str:
     return f"{tenant.hex()}/{name}"
 
 
-def unpack(data: bytes) -> PinNote | None:
-    """Return a note; None for what is none, or of another version."""
-    try:
-        note = msgspec.msgpack.decode(data[_DIGEST_BYTES:], type=PinNote)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    return note if note.version == _VERSION and len(note.tokens) % 4 == 0 else None
-
-
-def _noted(storage: TieredStorage, tenant: bytes, conversation: str) -> list[_NamedNote]:
-    """Return the notes of a conversation's pins on this rank, the latest first. Memory only."""
+def pins_of_conversation(cache: TieredRadixCache, tenant: bytes, conversation: str) -> Steps:
+    """Return the stored names and notes of a conversation's pins, the latest first."""
     digest = _digest(conversation)
-    found: list[_NamedNote] = []
-    for name, data in _all_notes(storage, tenant):
-        if data.startswith(digest):
-            note = unpack(data)
-            if note is not None and note.conversation == conversation:
-                found.append(_NamedNote(name, note))
-    return sorted(found, key=lambda each: -each.note.pinned_at_s)
-
-
-def pinned_prefixes(
-    cache: TieredRadixCache,
-    tenant: bytes,
-    conversation: str,
-    extra_key: str | None,
-    cache_salt: str | None,
-) -> Steps:
-    """Return the stored names and prefixes of a conversation's pins, the latest first. All ranks
-    return those of the first rank, since a rank may borrow the pages that another has pinned."""
-    storage = cache.storage
-    own = [] if storage is None else _noted(storage, tenant, conversation)
-    told = yield msgspec.msgpack.encode(own)
-    found = []  # of the same length everywhere
-    for name, note in msgspec.msgpack.decode(told, type=list[_NamedNote]):
-        key = cache.hidden_tenants.key_of(key_of_request(extra_key, note.adapter), cache_salt)
-        found.append((name, PrefixSelector(as_tokens(note.tokens), key, cache_salt)))
-    return found
+    return _noted(cache, tenant, digest, lambda note: note.conversation == conversation)
 
 
 def pins_of_prefix(cache: TieredRadixCache, tenant: bytes, selector: PrefixSelector) -> Steps:
-    """Return the stored names of a tenant's pins with the whole pages of a prefix, whatever they
-    are called: those of the first rank, on all ranks. Memory only."""
-    storage, page_size = cache.storage, int(cache.page_size)
-    pages = whole_pages(packed(selector.tokens), page_size)
-    adapter = cache.hidden_tenants.adapter_of(selector.extra_key)
+    """Return the stored names and notes of the pins with the whole pages of a prefix, whatever they
+    are called."""
+    pages, page_size = pages_of(cache, selector), int(cache.page_size)
+    return _noted(cache, tenant, b"", lambda note: note.pages(page_size) == pages)
+
+
+def _noted(
+    cache: TieredRadixCache, tenant: bytes, digest: bytes, is_meant: Callable[[PinNote], bool]
+) -> Steps:
+    """Return the pins of a tenant that are meant, the latest first. On all ranks they are those of
+    the first rank: a rank may borrow the pages that another has pinned. Memory only."""
     own = []
-    for name, data in [] if storage is None else _all_notes(storage, tenant):
-        note = unpack(data) if len(data) >= len(pages) else None
-        if note and note.adapter == adapter and whole_pages(note.tokens, page_size) == pages:
-            own.append(name)
-    return msgspec.msgpack.decode((yield msgspec.msgpack.encode(own)), type=list[str])
+    for keeper in keepers(cache.storage).values():
+        for name, data in keeper.pin_notes(tenant):
+            note = unpack(data) if data.startswith(digest) else None
+            if note is not None and is_meant(note):
+                own.append((name, note))
+    own.sort(key=lambda each: -each[1].pinned_at_s)
+    told = yield msgspec.msgpack.encode(own)
+    return msgspec.msgpack.decode(told, type=list[tuple[str, PinNote]])
 
 
-def _all_notes(storage: TieredStorage, tenant: bytes) -> list[tuple[str, bytes]]:
-    return [note for keeper in keepers(storage).values() for note in keeper.pin_notes(tenant)]
+def _packed(tokens: array[int]) -> bytes:
+    return np.frombuffer(tokens, np.int64).astype("<u4").tobytes()
+
+
+def _whole_pages(noted: bytes, page_size: int) -> bytes:
+    return noted[: len(noted) - len(noted) % (page_size * _TOKEN_BYTES)]
 
 
 def _digest(conversation: str | None) -> bytes:

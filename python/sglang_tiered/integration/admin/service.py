@@ -1,7 +1,8 @@
-"""``TierService``: asks the schedulers what a call wants, and makes one answer of theirs.
+"""``answer``: asks the schedulers what a call wants, and makes one answer of theirs.
 
-It runs on any asyncio loop of the process that has SGLang's tokenizer manager. It knows no HTTP:
-``http_api`` is one caller, a program with an engine of its own another.
+It runs on any asyncio loop of the process that has SGLang's tokenizer manager, and keeps nothing
+between calls. It knows no HTTP: ``http_api`` is one caller, a program with an engine of its own
+another.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-__all__ = ["CONTROL_PREFIX", "TIMEOUT_S", "Report", "TierService"]
+__all__ = ["CONTROL_PREFIX", "TIMEOUT_S", "Report", "answer"]
 
 CONTROL_PREFIX = "sglang_tiered."
 """Of the methods of control messages; SGLang's own debugger uses other names."""
@@ -40,7 +41,6 @@ NOT_FORGOTTEN = (
     "the pages are hidden here, but not every tier and every server has forgotten them for good; "
     "ask again"
 )
-UNKNOWN_PIN = "there is no such pin"
 
 Answer = dict[str, Any]
 
@@ -54,97 +54,87 @@ class Report(NamedTuple):
     body: Any
 
 
-class TierService:
-    """The calls of one server that its schedulers answer. Each answers within ``TIMEOUT_S`` and a
-    step of the schedulers, and raises ``CallError`` where it is refused. It keeps nothing between
-    calls; the manager is the caller's."""
-
-    def __init__(self, manager: TokenizerManager) -> None:
-        self._manager = manager
-
-    async def answer(self, call: api.Call) -> Report:
-        """Ask every scheduler, and make one answer of theirs."""
-        name = call.path.rpartition("/")[2]
-        body = await self._with_tokens(msgspec.to_builtins(call))
-        if name == "forget":
-            return await self._forget(body)
-        if name == "pin":
-            body["now"] = time.time()  # one clock for all ranks
-        elif name == "conversations":
-            body["after"] = _cursors_in(body.get("after"))
-        timeout_s = body.pop("wait_s", None)
-        return _REPORTS[name](await self._ask(name, body, timeout_s=timeout_s))
-
-    async def _forget(self, body: Answer) -> Report:
-        """Forget a prefix in every tier and on every server."""
-        number = uuid.uuid4().hex
-        begun = await self._ask("forget", body, number=number, timeout_s=0.0)
-        _known(begun)
-        asked = [self._ask("forget", _later(body), number=number)]
-        # Other replicas may hold pages of it too. The first answer of each names those it knows.
-        pages = list(dict.fromkeys(each for answer in begun for each in answer.get("hashes", ())))
-        if any(len(answer.get("hashes", ())) < len(pages) for answer in begun):
-            asked.append(self._ask("forget", {"hashes": pages}))
-        answers, *others = await asyncio.gather(*asked)
-        known = [*_known(answers), *(each for told in others for each in _not_failed(told))]
-        num_tokens = max(answer["num_tokens"] for answer in known)
-        if all(answer["durable"] for answer in known):
-            return Report(200, {"durable": True, "num_tokens": num_tokens})
-        return Report(503, {"error": NOT_FORGOTTEN, "durable": False, "num_tokens": num_tokens})
-
-    async def _with_tokens(self, body: Answer) -> Answer:
-        """Return the body with ``input_ids`` in place of ``text``. Raises ``CallError``."""
-        text = body.pop("text", None)
-        if text is None:
-            return body
-        tokenizer = self._manager.tokenizer
-        if tokenizer is None:
-            raise CallError("this server has no tokenizer; pass input_ids")
-        # A long text takes a second, for which it must not block the streams of other requests.
-        tokens = await asyncio.to_thread(tokenizer.encode, text)
-        if len(tokens) > api.MAX_TOKENS:
-            raise CallError(
-                f"text has {len(tokens)} tokens, more than {api.MAX_TOKENS}; pass the beginning"
-            )
-        return {**body, "input_ids": [int(token) for token in tokens]}
-
-    async def _ask(
-        self,
-        method: str,
-        body: Answer,
-        *,
-        number: str | None = None,
-        timeout_s: float | None = None,
-    ) -> list[Answer]:
-        """Poll until all schedulers are done or the time is up; return one answer of each.
-        ``number``: of a call that has begun."""
-        from sglang.srt.managers.io_struct import DumperControlReqInput
-
-        number = number or uuid.uuid4().hex
-        message = {**body, "id": number}
-        deadline = time.monotonic() + (TIMEOUT_S if timeout_s is None else timeout_s)
-        pause_s = _POLL_S
-        while True:
-            replies = await self._manager.dumper_control(
-                DumperControlReqInput(method=CONTROL_PREFIX + method, body=message)
-            )
-            answers: list[Answer] = []
-            for reply in replies:
-                answers += (
-                    reply.response if reply.success else [{"error": reply.error, "status": 500}]
-                )
-            done = all(answer.get("done", True) for answer in answers)
-            if done or time.monotonic() >= deadline:
-                return answers
-            message = {**_later(body), "id": number}
-            await asyncio.sleep(pause_s)
-            pause_s = min(1.2 * pause_s, _MAX_POLL_S)
+async def answer(manager: TokenizerManager, call: api.Call) -> Report:
+    """Ask every scheduler of a server, and make one answer of theirs, within ``TIMEOUT_S`` and a
+    step of the schedulers. Raises ``CallError`` where the call is refused."""
+    name = call.path.rpartition("/")[2]
+    body = await _with_tokens(manager, msgspec.to_builtins(call))
+    if name == "forget":
+        return await _forget(manager, body)
+    if name == "pin":
+        body["now"] = time.time()  # one clock for all ranks
+    elif name == "conversations":
+        body["after"] = _cursors_in(body.get("after"))
+    timeout_s = body.pop("wait_s", None)
+    return _REPORTS[name](await _ask(manager, name, body, timeout_s=timeout_s))
 
 
-def _later(body: Answer) -> Answer:
-    """Return what a later question repeats. A prompt or hashes may be long, and every scheduler
-    knows the call by its number then, but where it knows no such ``rid``."""
-    return {} if body.keys() & {"input_ids", "hashes"} else body
+async def _forget(manager: TokenizerManager, body: Answer) -> Report:
+    """Forget a prefix in every tier and on every server."""
+    number = uuid.uuid4().hex
+    begun = await _ask(manager, "forget", body, number=number, timeout_s=0.0)
+    _known(begun)
+    asked = [_ask(manager, "forget", {}, number=number)]
+    # Other replicas may hold pages of it too. The first answer of each names those it knows.
+    pages = list(dict.fromkeys(each for told in begun for each in told.get("hashes", ())))
+    if any(len(told.get("hashes", ())) < len(pages) for told in begun):
+        asked.append(_ask(manager, "forget", {"hashes": pages}))
+    answers, *others = await asyncio.gather(*asked)
+    known = [*_known(answers), *(each for told in others for each in _not_failed(told))]
+    report = {
+        "durable": all(each["durable"] for each in known),
+        "num_tokens": max(each["num_tokens"] for each in known),
+    }
+    if report["durable"]:
+        return Report(200, report)
+    return Report(503, {"error": NOT_FORGOTTEN, **report})
+
+
+async def _with_tokens(manager: TokenizerManager, body: Answer) -> Answer:
+    """Return the body with ``input_ids`` in place of ``text``. Raises ``CallError``."""
+    text = body.pop("text", None)
+    if text is None:
+        return body
+    if manager.tokenizer is None:
+        raise CallError("this server has no tokenizer; pass input_ids")
+    # A long text takes a second, for which it must not block the streams of other requests.
+    tokens = await asyncio.to_thread(manager.tokenizer.encode, text)
+    if len(tokens) > api.MAX_TOKENS:
+        raise CallError(
+            f"text has {len(tokens)} tokens, more than {api.MAX_TOKENS}; pass the beginning"
+        )
+    return {**body, "input_ids": [int(token) for token in tokens]}
+
+
+async def _ask(
+    manager: TokenizerManager,
+    method: str,
+    body: Answer,
+    *,
+    number: str | None = None,
+    timeout_s: float | None = None,
+) -> list[Answer]:
+    """Poll until all schedulers are done or the time is up; return one answer of each. ``number``:
+    of a call that has begun."""
+    from sglang.srt.managers.io_struct import DumperControlReqInput
+
+    number = number or uuid.uuid4().hex
+    message = {**body, "id": number}
+    deadline = time.monotonic() + (TIMEOUT_S if timeout_s is None else timeout_s)
+    pause_s = _POLL_S
+    while True:
+        replies = await manager.dumper_control(
+            DumperControlReqInput(method=CONTROL_PREFIX + method, body=message)
+        )
+        answers: list[Answer] = []
+        for reply in replies:
+            failed = not reply.success
+            answers += [{"error": reply.error, "status": 500}] if failed else reply.response
+        if all(each.get("done", True) for each in answers) or time.monotonic() >= deadline:
+            return answers
+        message = {"id": number}  # by which each scheduler knows the call: a prompt is long
+        await asyncio.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, _MAX_POLL_S)
 
 
 def _not_failed(answers: Sequence[Answer]) -> Sequence[Answer]:
@@ -156,13 +146,13 @@ def _not_failed(answers: Sequence[Answer]) -> Sequence[Answer]:
     return answers
 
 
-def _known(answers: Sequence[Answer], unknown: str = UNKNOWN) -> Sequence[Answer]:
+def _known(answers: Sequence[Answer]) -> Sequence[Answer]:
     """Return the answers of schedulers that know what was named, at least one. Raises
     ``CallError``, with what a scheduler said of it if one did."""
     known = [answer for answer in _not_failed(answers) if "unknown" not in answer]
     if not known:
         said = (answer["unknown"] for answer in answers if answer["unknown"] is not True)
-        raise CallError(next(said, unknown), 404)
+        raise CallError(next(said, UNKNOWN), 404)
     return known
 
 
@@ -211,7 +201,7 @@ def _durable(answers: Sequence[Answer]) -> Report:
 
 
 def _unpinned(answers: Sequence[Answer]) -> Report:
-    done = all(answer["done"] for answer in _known(answers, UNKNOWN_PIN))
+    done = all(answer["done"] for answer in _known(answers))
     return Report(200 if done else 503, {"unpinned": done})
 
 

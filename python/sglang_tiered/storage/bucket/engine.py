@@ -247,6 +247,8 @@ class BucketEngine(TierEngine):
         tenant: bytes = NO_TENANT,
         until_s: float | None = None,
         data: bytes = b"",
+        *,
+        only_asks: bool = False,
     ) -> Future[bool] | PinRefusal:
         state, wanted = self._state, Pin.checked(name, keys, tenant, until_s, data)
         with state.lock:
@@ -254,7 +256,9 @@ class BucketEngine(TierEngine):
                 return ended(False)
             state.pins.expire()
             refusal = state.pins.refusal(wanted)
-            return refusal or self._change_pin(name, wanted)
+            if refusal is not None or only_asks:
+                return refusal or ended(True)
+            return self._change_pin(name, wanted)
 
     def unpin(self, name: str) -> Future[bool]:
         with self._state.lock:

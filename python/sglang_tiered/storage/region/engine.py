@@ -468,10 +468,13 @@ class RegionEngine(TierEngine):
         tenant: bytes = NO_TENANT,
         until_s: float | None = None,
         data: bytes = b"",
+        *,
+        only_asks: bool = False,
     ) -> Future[bool] | PinRefusal:
         """Keep pages, those that are still to be stored too, until ``until_s`` (seconds since 1970;
         None: until it is unpinned), in the place of a pin of the same name. Memory only, in time
-        that grows with the keys.
+        that grows with the keys. ``only_asks``: say whether it would be refused, and change
+        nothing.
 
         From the call on reclaim keeps them, as far as the bound allows for those that come later.
         True once they are kept after a crash or loss of power too. The pages themselves become
@@ -484,9 +487,9 @@ class RegionEngine(TierEngine):
             if state.closed:
                 return ended(False)
             self._order_pins(state.expire())
-            refusal = state.pin(pin)
-            if refusal is not None:
-                return refusal
+            refusal = state.pin(pin, only_asks=only_asks)
+            if refusal is not None or only_asks:
+                return refusal or ended(True)
             return self._order_pins([name])[0]
 
     def unpin(self, name: str) -> Future[bool]:

@@ -191,9 +191,9 @@ class StoreState:
 
     # ---- Pins ----
 
-    def pin(self, pin: Pin) -> PinRefusal | None:
+    def pin(self, pin: Pin, *, only_asks: bool = False) -> PinRefusal | None:
         """Keep the pages of a pin from now on, in the place of one of the same name, unless that is
-        beyond a bound."""
+        beyond a bound. ``only_asks``: say whether it is, and change nothing."""
         index, freed = self.index, self.pins.freed_by(pin)
         asked = index.held_bytes(key_words(pin.keys), pinned=False)
         pinned = index.pinned_bytes - index.held_bytes(key_words(freed), pinned=True)
@@ -201,7 +201,7 @@ class StoreState:
             why = "nothing can be pinned here: the capacity must be three regions or more"
             return PinRefusal(asked, pinned, 0, why)
         refusal = self.pins.refusal(pin, freed, asked, pinned, max_pins=MAX_PINS, max_keys=MAX_KEYS)
-        if refusal is None:
+        if refusal is None and not only_asks:
             self.unpin([pin.name], adopt=[pin])
         return refusal
 

@@ -261,7 +261,7 @@ def test_purge_of_a_detached_tier_is_an_error(
     monkeypatch.setattr(scheduler.tree_cache, "config", SimpleNamespace(nvme=object()))
     controller = scheduler.tree_cache.cache_controller
     storage, controller.storage_backend = controller.storage_backend, None
-    assert "attach it and purge again" in ask(scheduler, "detached", extra_key="a")["error"]
+    assert "attach it and ask again" in ask(scheduler, "detached", extra_key="a")["error"]
     assert purged.is_hidden("a", None), "memory forgets it all the same"
     controller.storage_backend = storage
     assert ask(scheduler, "attached", extra_key="a")["durable"] is False

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, cache_world, prompt
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration.admin import calls, conversations, listing
 from sglang_tiered.integration.admin import conversation_calls as pins
 from sglang_tiered.integration.admin.control import Control
-from sglang_tiered.integration.admin.conversations import selector_of, selectors_of
+from sglang_tiered.integration.admin.conversations import prefix_of_body, prefixes_of_body
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import NO_TENANT, tenant_digest
 from sglang_tiered.storage.base import Tier
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     Open = Callable[[], AbstractContextManager[CacheWorld]]
 
 DEADLINE_S = 60.0
+GONE = {"done": True, "unknown": pins.NO_PIN}
 A, B = prompt(1, 4), prompt(2, 4)
 
 
@@ -49,7 +51,7 @@ def named(select: Any, cache: Any, body: dict[str, Any]) -> Any:
 
 
 class Caller:
-    """Asks the tiers of a world as ``TierService`` asks a scheduler."""
+    """Asks the tiers of a world as ``service`` asks a scheduler."""
 
     def __init__(self, world: CacheWorld) -> None:
         self.cache = world.cache
@@ -101,37 +103,21 @@ def test_id_selects_the_newest_of_its_tenant(world: CacheWorld) -> None:
     ):  # fmt: skip
         recents.note_request(rid, PrefixSelector(tokens, key, None), tenant, "chat")
     body = {"conversation_id": "chat"}
-    assert named(selector_of, world.cache, body).tokens == B
-    assert [each.tokens for each in named(selectors_of, world.cache, body)] == [B, A]
-    (found,) = named(selectors_of, world.cache, {**body, "extra_key": "acme"})
-    assert found.extra_key == "acme"
-    assert named(selector_of, world.cache, {**body, "cache_salt": "s"}) is None
+    assert named(prefix_of_body, world.cache, body).selector.tokens == B
+    assert [each.selector.tokens for each in named(prefixes_of_body, world.cache, body)] == [B, A]
+    (found,) = named(prefixes_of_body, world.cache, {**body, "extra_key": "acme"})
+    assert found.selector.extra_key == "acme"
+    assert named(prefix_of_body, world.cache, {**body, "cache_salt": "s"}) is None
 
 
-def test_failed_checkpoint_leaves_no_rank_alone(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It raised on its rank, and the others waited in their exchange."""
-
-    def fail(*_: Any) -> int:
-        raise OSError("a bucket that is closed")
-
-    monkeypatch.setattr(conversations, "make_durable", fail)
-    note(world, "1", A)
-    answer = Caller(world)("checkpoint", rid="1")
-    assert (answer["num_tokens"], answer["num_missing"]) == (0, len(A))
-
-
-def test_checkpoint_that_nobody_waits_for_is_not_begun(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_that_nobody_waits_for_is_not_begun(world: CacheWorld, ask: Caller) -> None:
     """Or those given up would keep the threads that the next ones need."""
-    begun: list[float] = []
-    monkeypatch.setattr(conversations, "make_durable", lambda *given: begun.append(given[-1]) or 1)
-    given = world.cache.storage, ["0" * 64], Tier.NVME, NO_TENANT
-    assert conversations._durable_pages(*given, time.monotonic() - 0.1) == 0 and not begun
-    assert conversations._durable_pages(*given, time.monotonic() + 20.0) == 1
-    assert 19.0 < begun[0] <= 20.0, "what is left of the time since it was asked for"
+    note(world, "1", A)
+    assert ask("checkpoint", rid="1")["num_missing"] == 0
+    hashes = world.cache.page_hashes(RadixKey(A, None))
+    given = world.cache.storage, hashes, Tier.NVME, NO_TENANT
+    assert conversations.make_durable(*given, -0.1) == 0
+    assert conversations.make_durable(*given, 20.0) == len(hashes)
 
 
 def test_pinned_id_is_found_after_a_restart(open_world: Open) -> None:
@@ -145,31 +131,30 @@ def test_pinned_id_is_found_after_a_restart(open_world: Open) -> None:
     with open_world() as world:
         ask = Caller(world)
         body = {"conversation_id": "chat"}
-        assert named(selector_of, world.cache, body).tokens == A
-        assert named(selector_of, world.cache, {**body, "extra_key": "x"}) is None
+        assert named(prefix_of_body, world.cache, body).selector.tokens == A
+        assert named(prefix_of_body, world.cache, {**body, "extra_key": "x"}) is None
         first, second = ask.rows()
         assert (first["id"], first["num_tokens"], first["nvme"]) == ("chat", len(A), len(A))
         (pin,) = first["pins"]
         assert (pin["name"], pin["tier"], pin["pinned_until"]) == ("chat", "nvme", None)
         assert second["id"] == "other" and second["pins"][0]["pinned_until"] > time.time()
-        assert ask("unpin", conversation_id="nobody") == {"done": True, "unknown": True}
+        assert ask("unpin", conversation_id="nobody") == GONE
         assert ask("unpin", conversation_id="other") == {"done": True}
-        assert ask("unpin", name="n") == {"done": True, "unknown": True}
+        assert ask("unpin", name="n") == GONE
         assert [row["id"] for row in ask.rows()] == ["chat"]
 
 
 def test_unpin_takes_what_its_prefix_names(world: CacheWorld, ask: Caller) -> None:
     """Of its own tenant; and of a request the pin of its conversation too."""
-    gone = {"done": True, "unknown": True}
     note(world, "1", A)
     note(world, "2", A + B, "chat")
     for name in ("mine", "its"):
         ask.pin(rid="1", name=name)
     ask.pin(rid="2", name="longer")
     assert ask("unpin", rid="1") == {"done": True}
-    assert ask("unpin", name="mine") == ask("unpin", name="its") == gone
+    assert ask("unpin", name="mine") == ask("unpin", name="its") == GONE
     unaligned = [*(A + B), 7]
-    assert ask("unpin", input_ids=unaligned, extra_key="acme") == gone
+    assert ask("unpin", input_ids=unaligned, extra_key="acme") == GONE
     assert ask("unpin", input_ids=unaligned) == {"done": True}
     assert ask.pin(rid="2")["name"] == "chat"
     assert ask("unpin", rid="2") == {"done": True}
@@ -209,26 +194,34 @@ def test_tenants_see_their_own_alone(world: CacheWorld, ask: Caller) -> None:
     note(world, "1", A, "chat")
     ask.pin(rid="1")
     assert ask.rows(extra_key="acme") == []
-    assert ask("unpin", conversation_id="chat", extra_key="acme") == {"done": True, "unknown": True}
-    assert ask("unpin", name="chat", cache_salt="s") == {"done": True, "unknown": True}
+    assert ask("unpin", conversation_id="chat", extra_key="acme") == GONE
+    assert ask("unpin", name="chat", cache_salt="s") == GONE
     assert len(ask.rows()) == 1
 
 
-def test_refused_on_one_rank_is_refused_on_all(
-    world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tier", ["nvme", "object"])
+def test_refusal_elsewhere_keeps_the_pin_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
-    note(world, "1", A, "chat")
-    told: list[int] = []  # that it has taken the pin
+    """Ranks pin, or none does; and the earlier pin of that name stays on all."""
+    with cache_world(tmp_path / "1", monkeypatch, bucket=tmp_path / "bucket") as world:
+        ask, told = Caller(world), list[int]()  # that this rank can
+        note(world, "1", A, "chat")
+        assert ask.pin(rid="1", tier=tier)["num_missing"] == 0
+        pinned = ask.rows()[0]["pins"]
+        note(world, "2", A + B, "chat")
 
-    def reduce(data: torch.Tensor, _: Any) -> None:
-        if len(data) == 1:
-            told.extend(data.tolist())
-            data.fill_(0)
+        def reduce(data: torch.Tensor, _: Any) -> None:
+            if len(data) == 1:
+                told.extend(data.tolist())
+                data.fill_(0)
 
-    monkeypatch.setattr(world.cache, "_all_reduce_attn_groups", reduce)
-    answer = ask.pin(rid="1")
-    assert answer["status"] == 409 and "another rank" in answer["error"]
-    assert told == [1] and world.cache.storage.region_engine.pins() == []
+        with monkeypatch.context() as other_rank:
+            other_rank.setattr(world.cache, "_all_reduce_attn_groups", reduce)
+            answer = ask.pin(rid="2", tier=tier)
+        assert answer["status"] == 409 and "another rank" in answer["error"]
+        assert told == [1] and ask.rows()[0]["pins"] == pinned
+        assert ask.pin(rid="2", tier=tier)["num_tokens"] == len(A + B)
 
 
 def test_bucket_keeps_what_is_pinned_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,8 +240,8 @@ def test_bucket_keeps_what_is_pinned_there(tmp_path: Path, monkeypatch: pytest.M
         ask.pin(**body, tier="object")
     with cache_world(tmp_path / "2", monkeypatch, bucket=tmp_path / "bucket") as world:
         ask = Caller(world)
-        world.until(lambda: named(selector_of, world.cache, body) is not None)
-        assert named(selector_of, world.cache, body).tokens == A
+        world.until(lambda: named(prefix_of_body, world.cache, body) is not None)
+        assert named(prefix_of_body, world.cache, body).selector.tokens == A
         (row,) = ask.rows()
         assert [(pin["name"], pin["tier"]) for pin in row["pins"]] == [("chat", "object")]
         assert ask("unpin", name="chat") == {"done": True}
@@ -267,7 +260,7 @@ def test_forgotten_conversation_leaves_nothing_behind(world: CacheWorld, ask: Ca
     for tokens in branches:
         held = ask("residency", input_ids=list(tokens))
         assert held["device"] == held["host"] == 2 * PAGE
-    assert named(selector_of, world.cache, {"conversation_id": "chat"}) is None
+    assert named(prefix_of_body, world.cache, {"conversation_id": "chat"}) is None
     assert [row["id"] for row in ask.rows()] == ["other", None, None, None]
     assert [data for _, data in world.cache.storage.region_engine.pin_notes(NO_TENANT)] == [b""] * 3
 

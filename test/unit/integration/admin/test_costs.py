@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from starlette.requests import Request
 
 from kit.cost_records import record_of
+from sglang_tiered.api import CostsCall
 from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.integration.admin import cost_board, http_api
 from sglang_tiered.integration.admin.cost_board import CostBoard
@@ -120,8 +122,10 @@ def ask(
     module: Any = ModuleType("sglang.srt.entrypoints.http_server")
     module.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    request = Request({"type": "http", "headers": [(ABANDONED.encode(), abandoned.encode())]})
-    return asyncio.run(http_api._costs_endpoint(board, config)(request)), aborted
+    headers = [(ABANDONED.encode(), abandoned.encode())]
+    request = Request({"type": "http", "query_string": b"", "headers": headers})
+    endpoint = http_api._endpoint(CostsCall, http_api._costs(board, config), has_key=True)
+    return asyncio.run(endpoint(request)), aborted
 
 
 def test_servers_that_learn_nothing_say_so(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,3 +204,21 @@ def test_half_a_record_leaves_the_one_before() -> None:
             assert [found.at for found in board.read()] == [1.0], place
             board._memory[place] = byte
         assert [found.at for found in board.read()] == [2.0]
+
+
+def test_no_other_file_is_taken_for_the_board(tmp_path: Path) -> None:
+    """Its launcher may have ended, and its number be that of a process with a file of that size."""
+    environment: dict[str, str] = {}
+    with CostBoard.create(2, 1) as board:
+        board.to_environment(environment)
+        opened = CostBoard.from_environment(environment)
+        assert opened is not None and (opened.boot, opened.num_ranks) == (board.boot, 2)
+        with opened:
+            opened.write(record(at=3.0), 0.0)
+        assert [found.at for found in board.read()] == [3.0]
+    (told,) = environment.values()
+    file = tmp_path / "file"
+    file.write_bytes(bytes(4 * cost_board.PLACE_BYTES))
+    other = {cost_board.ENVIRONMENT_VARIABLE: ":".join([str(file), *told.split(":")[1:]])}
+    for each in (environment, other):
+        assert CostBoard.from_environment(each) is None

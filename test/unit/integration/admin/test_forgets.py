@@ -19,7 +19,7 @@ from sglang_tiered.budgets import ForgetAllowance
 from sglang_tiered.integration.admin import conversation_calls as forgets
 from sglang_tiered.integration.admin import conversations
 from sglang_tiered.integration.admin.calls import Calls
-from sglang_tiered.integration.admin.conversation_calls import Forgets, pin
+from sglang_tiered.integration.admin.conversation_calls import forget, pin
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.storage.base import NO_TENANT
@@ -37,11 +37,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorl
         yield world
 
 
-def asker(
-    world: CacheWorld, forgets: Forgets | None = None
-) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
+def asker(world: CacheWorld) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     """Asks a scheduler to forget, by the number of the call."""
-    return partial(Calls({"forget": (forgets or Forgets()).begin}).answer, world.cache, "forget")
+    return partial(Calls({"forget": forget}).answer, world.cache, "forget")
 
 
 def residency(world: CacheWorld, body: dict[str, Any]) -> dict[str, Any]:
@@ -91,21 +89,38 @@ def test_neighbours_rid_is_unknown(world: CacheWorld) -> None:
     assert answer(world, rid="r", keep_tokens=0, **keys)["num_tokens"] == 6 * PAGE
 
 
+def allow(num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an hour in which nothing was forgotten yet."""
+    monkeypatch.setattr(forgets, "_allowance", ForgetAllowance(num_pages))
+    monkeypatch.setattr(forgets, "_allowance_again", ForgetAllowance(num_pages))
+    monkeypatch.setattr(forgets, "_forgotten", {})
+
+
 def test_too_many_pages_change_nothing(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another tenant's would go for pages that never were."""
-    forgets = Forgets()
-    monkeypatch.setattr(forgets, "_allowance", ForgetAllowance(7))
-    ask = asker(world, forgets)
+    allow(7, monkeypatch)
+    ask = asker(world)
     everything = {"input_ids": TOKENS.tolist(), "keep_tokens": 0}
-    assert "error" not in ask("n", {**everything, "keep_tokens": 4 * PAGE})
-    assert held(world, TOKENS) == (4, 4)
+    assert "error" not in ask("m", {"hashes": ["ff" * 32] * 2})
     for number, body in (("o", everything), ("p", {"hashes": ["00" * 32] * 6})):
         got = ask(number, body)
         assert got["status"] == 503 and "or ask again after 3" in got["error"]
     got = ask("q", {"hashes": ["00" * 32] * 8})
     assert got["status"] == 503 and got["error"].endswith("use a purge of the tenant")
-    assert held(world, TOKENS) == (4, 4)
+    assert held(world, TOKENS) == (6, 6)
     assert "error" not in ask("r", {**everything, "keep_tokens": PAGE})
+
+
+def test_asking_again_takes_no_other_tenants_allowance(
+    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is away makes each ask until it is back. That has a bound too."""
+    allow(7, monkeypatch)
+    ask, body = asker(world), {"hashes": [f"{page:064x}" for page in range(100, 103)]}
+    for number in ("1", "2", "3"):
+        assert "error" not in ask(number, body)
+    assert "error" not in ask("other", {"hashes": [f"{page:064x}" for page in range(4)]})
+    assert "or ask again after 3" in ask("4", body)["error"]
 
 
 def test_branches_are_compared_in_linear_time() -> None:
@@ -163,8 +178,8 @@ def test_pages_named_after_a_purge_are_hidden(world: CacheWorld) -> None:
 def test_no_stage_promises_for_the_others(world: CacheWorld) -> None:
     """The first alone answers, and the disk of another may take nothing."""
     world.cache.pp_size = 2
-    checkpoints, body = conversations.Checkpoints(), {"input_ids": TOKENS.tolist()}
-    calls = {"checkpoint": checkpoints.begin, "pin": partial(pin, checkpoints)}
+    body = {"input_ids": TOKENS.tolist()}
+    calls = {"checkpoint": conversations.checkpoint, "pin": pin}
     for name in calls:
         got = Calls(calls).answer(world.cache, name, "n", {**body, "now": 0.0})
         assert got["status"] == 400 and "with --pp-size above 1" in got["error"]

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration.admin.control import Control, hide_memory
-from sglang_tiered.storage.base import Erasure
+from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 
 PAGES = 6
 
@@ -104,8 +104,8 @@ class BusyServer:
                 found.update(pages.get_data_page(slot).flatten().unique().tolist())
         return found
 
-    def purge(self, tenant: bytes | None) -> None:
-        self.control._purge(self.cache, Erasure(tenant=tenant))
+    def purge_all(self) -> None:
+        self.control._answer(f"{CONTROL_PREFIX}purge", {"id": "1", "all": True})
 
     def change_weights(self) -> None:
         """As after an update whose flush was refused."""
@@ -144,7 +144,7 @@ def test_names_of_pages_stay_bounded(busy: BusyServer) -> None:
 
 def test_a_busy_server_stores_after_a_purge(busy: BusyServer) -> None:
     busy.store(prompt(1, PAGES))
-    busy.purge(None)
+    busy.purge_all()
     assert busy.num_found(prompt(1, PAGES)) == busy.loads(prompt(1, PAGES)) == 0
     tokens = prompt(2, PAGES)
     busy.store(tokens)

@@ -108,7 +108,6 @@ def test_integration_calls_no_collective_of_its_own() -> None:
         ("device_memory.py", "gather"),  # of pages within a pool, by a kernel
         ("device_memory.py", "scatter"),
         ("service.py", "asyncio.gather"),  # of answers, in the HTTP process
-        ("http_api.py", "send"),  # to a browser, there too
         ("request_names.py", "reading.send"),  # to a generator, there too
         ("calls.py", "steps.send"),  # to a generator
     }
