@@ -290,7 +290,7 @@ class PageFollower:
                     raise TransferError("it has another model, or other settings or weights")
                 position.hear(message)
                 position.take(known, message, frames[2:])
-                if known.is_cut:
+                if known.num_cut:
                     self._report(replica, f"there are more than {MAX_PAGES:,} pages")
                 elif known.is_loaded:
                     self._told.pop(replica.url, None)

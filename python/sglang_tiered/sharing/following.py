@@ -258,7 +258,7 @@ class Follower:
             self._mirror.choose()
             self._agree(each)
             self._settle()
-            if known.is_cut:
+            if known.num_cut:
                 most = self._mirror.max_pages
                 self._report(each, f"with its pages there are more than {most:,} to be known")
             elif not each.trouble.startswith("its erasures"):

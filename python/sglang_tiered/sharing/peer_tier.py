@@ -58,9 +58,9 @@ logger = logging.getLogger(__name__)
 
 
 _BUSY_S = 0.2  # a holder that has too much to do is left alone for so long
-_FIRST_AVOID_S = 0.5  # one that does not answer; twice as long each time
+_FIRST_AVOID_S = 0.5  # one that fails; twice as long each time
 _MAX_AVOID_S = 30.0
-_MAX_SILENT = 1024
+_MAX_FAILING = 1024
 
 _REASONS = {
     PageOutcome.OK: Reason.OK,
@@ -298,8 +298,8 @@ class PeerTier(TierEngine):
 
 
 class PeerLoader:
-    """Loads from other servers: each page from one holder, or from a second if that fails. Misses
-    and failures of a server go to the mirror, so that the next load avoids them.
+    """Loads from other servers: each page from one holder, or from a second if that fails. A server
+    that fails is avoided for a while. One that has a page no longer says so within a second.
 
     ``submit`` from any thread, memory only; parts end on the page client's thread. Does not own
     what it works with.
@@ -310,7 +310,7 @@ class PeerLoader:
         self._client = client
         self._clock = clock
         self._inflight: set[Job] = set()
-        self._silent: dict[str, int] = {}  # servers that do not answer, and how often
+        self._failing: dict[str, int] = {}  # servers, and how often one after the other
         self._closed = False
         self.num_recovered = 0  # pages that a second server had; the client's thread only
 
@@ -338,9 +338,7 @@ class PeerLoader:
         """Find holders in the mirror, but never the same again, nor a third."""
         if self._closed or len(failed) > 1:
             return [None] * len(keys)
-        away = {peer.server for peer in failed}
-        found = self._mirror.find(keys)
-        return [None if peer is None or peer.server in away else peer for peer in found]
+        return self._mirror.find(keys, failed)
 
     def _fetch(self, namespace: bytes, part: LoadPart[Peer], left_s: float | None) -> None:
         if left_s == 0.0:  # nobody is blamed for that
@@ -365,20 +363,15 @@ class PeerLoader:
         server, seen = part.holder.server, set(fetch.outcomes)
         if part.failed:
             self.num_recovered += fetch.outcomes.count(PageOutcome.OK)
-        lacking = [
-            key
-            for key, outcome in zip(fetch.keys, fetch.outcomes, strict=True)
-            if outcome in (PageOutcome.MISS, PageOutcome.DAMAGED)
-        ]
-        if lacking:
-            self._mirror.lacks(server, lacking)
-        if fetch.num_heard:
-            self._silent.pop(server, None)
-        if PageOutcome.LOST in seen or (PageOutcome.LATE in seen and not fetch.num_heard):
-            if len(self._silent) >= _MAX_SILENT:
-                self._silent.clear()
-            times = min(self._silent.get(server, 0), 6)  # beyond, the longest pause
-            self._silent[server] = times + 1
+        is_silent = PageOutcome.LATE in seen and not fetch.num_heard
+        if is_silent or seen & {PageOutcome.LOST, PageOutcome.DAMAGED}:
+            if len(self._failing) >= _MAX_FAILING:
+                self._failing.clear()
+            times = min(self._failing.get(server, 0), 6)  # beyond, the longest pause
+            self._failing[server] = times + 1
             self._mirror.avoid(server, min(_FIRST_AVOID_S * 2.0**times, _MAX_AVOID_S))
-        elif PageOutcome.BUSY in seen:
+            return
+        if fetch.num_heard:
+            self._failing.pop(server, None)
+        if PageOutcome.BUSY in seen:
             self._mirror.avoid(server, _BUSY_S)
