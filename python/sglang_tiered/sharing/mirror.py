@@ -67,7 +67,7 @@ class _View(NamedTuple):
     table: PageTable
     usable: npt.NDArray[np.uint64]  # [words], the bits of peers that pages are found at
     peers: npt.NDArray[np.object_]  # Peer or None by slot; the last is None, which -1 means
-    any_usable: bool
+    digest: bytes | None  # with which those agree; None where there is none
 
 
 class Mirror:
@@ -94,14 +94,14 @@ class Mirror:
         self._hidden: list[Fingerprints] | None = None  # since a copy of the table began
         self._num_changes = 0  # of the namespace, that the follower has not come to
         self._table = PageTable(0)
-        self._view = _View(self._table, np.zeros(1, np.uint64), np.full(1, None), False)
+        self._view = _View(self._table, np.zeros(1, np.uint64), np.full(1, None), None)
 
     # ---- Any thread ----
 
     def find(self, keys: Sequence[bytes], without: Iterable[Peer] = ()) -> list[Peer | None]:
         """A usable peer that holds each page, none of those ``without``; or None."""
         view = self._view
-        if not keys or not view.any_usable:
+        if not keys or view.digest is None or view.digest != self._digest():
             return [None] * len(keys)
         pages = fingerprints_of(keys)
         bits = view.table.holders(view.table.find(pages)) & view.usable[:, None]
@@ -247,9 +247,9 @@ class Mirror:
         with self.lock:
             table = self._table
             rows = table.find(pages)
-            num_unheld = np.count_nonzero(~table.holders(rows).any(axis=0))
+            wanted = int(np.count_nonzero(~table.holders(rows).any(axis=0)))
             most = self.max_pages if known.is_loaded else _ROOM * self.max_pages
-            if num_unheld and self._num_held + num_unheld > most:
+            if wanted and self._num_held + wanted > most:
                 return False
             new = rows < 0
             rows[new] = table.add(pages[new])
@@ -303,7 +303,8 @@ class Mirror:
         peers = np.full(len(self._slots) + 1, None)
         for known in self._peers.values():
             peers[known.slot] = known.peer
-        self._view = _View(self._table, np.array(usable, np.uint64), peers, any(usable))
+        agreed = digest if any(usable) else None
+        self._view = _View(self._table, np.array(usable, np.uint64), peers, agreed)
 
     def check_integrity(self) -> None:
         with self.lock:

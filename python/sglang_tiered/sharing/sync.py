@@ -21,7 +21,7 @@ from sglang_tiered.sharing.mirror import Mirror
 from sglang_tiered.sharing.pages.messages import ID_BYTES
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import Erasure
-from sglang_tiered.storage.promises import ended
+from sglang_tiered.storage.promises import ended, keep, keep_as, promise
 from sglang_tiered.wire.sockets import endpoint_of
 
 if TYPE_CHECKING:
@@ -304,30 +304,30 @@ class PeerSync:
             else:
                 self._log.settle("keeper")
             pause_s = max(self._settings.publish_s, _IDLE_PART * (time.thread_time() - begun))
-            self.follower.settle()
 
     def _apply(self, told: list[ErasureNotice], moment: int) -> None:
         """Apply erasures of others: one of a tenant is enough for all that were begun before."""
         applied: dict[bytes | None, Future[bool]] = {}
         for each in self.book.unknown(told):
-            try:
-                keys = each.split_keys()
-                if keys is None and each.tenant in applied:
-                    local = applied[each.tenant]
-                else:
-                    selected = None if keys is None else tuple(keys)
-                    local = self._erase(Erasure(selected, each.tenant, each.id, spread=False))
-                if keys is None:
-                    applied[each.tenant] = local
-            except Exception:
-                # Those who know it tell it again, and exchange no page with this server until then.
-                self._log.fault("erase", "what another server erased could not be erased here")
-                continue
-            self._log.settle("erase")
+            local = promise()
             with self._wakes:
                 if self._num_namespaces != moment:
                     return
-                self.book.learn(each, local)
+                self.book.learn(each, local)  # from now on nothing is taken from who knows less
+            try:
+                keys = each.split_keys()
+                if keys is None and each.tenant in applied:
+                    erased = applied[each.tenant]
+                else:
+                    selected = None if keys is None else tuple(keys)
+                    erased = self._erase(Erasure(selected, each.tenant, each.id, spread=False))
+                if keys is None:
+                    applied[each.tenant] = erased
+            except Exception:
+                # Those who know it tell it again, and exchange no page with this server until then.
+                self._log.fault("erase", "what another server erased could not be erased here")
+                keep(local, False)
+                continue
+            self._log.settle("erase")
             local.add_done_callback(lambda _: self._wake())
-        if told:
-            self.follower.compare()
+            erased.add_done_callback(partial(keep_as, local))

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import zmq
@@ -24,7 +23,6 @@ from sglang_tiered.sharing.pages.landing import PageFetch, PageOutcome, PageRequ
 from sglang_tiered.sharing.pages.link import PageLink
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.wire.loop import EndpointLoop
-from sglang_tiered.wire.sockets import printable, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +34,6 @@ __all__ = ["ClientStats", "PageClient"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_MESSAGES = 4  # of one server at a time, so that others wait only for their copies
 _MIN_WAIT_S = 0.0005
 
 
@@ -160,10 +157,16 @@ class PageClient:
             if not idle:
                 return None
             self._close(min(idle, key=lambda link: link.last_heard))
-        link = PageLink.connect(self._context, address, self._settings, self._keys, self._clock())
-        self._links[address] = link
-        self._loop.add_socket(link.monitor, partial(self._on_monitor, link))
-        self._loop.add_socket(link.socket, partial(self._on_message, link))
+        link = self._links[address] = PageLink(
+            self._loop,
+            self._context,
+            address,
+            self._settings,
+            self._keys,
+            heard=self._hear,
+            lost=self._lost,
+            clock=self._clock,
+        )
         return link
 
     def _step(self) -> float | None:
@@ -223,23 +226,9 @@ class PageClient:
         self.stats.num_requests += 1
         return True
 
-    def _on_message(self, link: PageLink) -> None:
-        for frames in received(link.socket, _MAX_MESSAGES):
-            if link.is_gone:
-                return
-            link.last_heard = self._clock()
-            try:
-                self._serve_answer(link, [frame.buffer for frame in frames])
-            except TransferError as error:
-                self.stats.num_breaches += 1
-                self._lose(link, str(error))
-                return
-            self._expire(self._clock())  # however much arrives, from however many servers
-
-    def _serve_answer(self, link: PageLink, frames: list[memoryview]) -> None:
-        message = messages.decode_from_server(frames)
-        if isinstance(message, messages.Refuse):
-            raise TransferError(printable(message.reason))
+    def _hear(
+        self, link: PageLink, message: messages.FromServer, payload: list[memoryview]
+    ) -> None:
         if not isinstance(message, messages.Found | messages.Busy):
             raise TransferError("a page server answered what it was not asked.")
         request = link.open_requests.pop(message.number, None)
@@ -254,7 +243,7 @@ class PageClient:
             self._settle(request, PageOutcome.BUSY)
             return
         try:
-            request.land(message, frames[2:])
+            request.land(message, payload)
         except TransferError:
             self._settle(request, PageOutcome.LOST)
             raise
@@ -263,23 +252,14 @@ class PageClient:
             self._settle(request, PageOutcome.LOST)
         else:
             self._settle(request, None)
-
-    def _on_monitor(self, link: PageLink) -> None:
-        reason = link.loss_reason()
-        if reason is not None and not link.is_gone:
-            self._on_message(link)  # reads what it sent before
-            if not link.is_gone:
-                self._lose(link, f"{link.address} {reason}")
+        self._expire(self._clock())  # however much arrives, from however many servers
 
     def _tick(self, now: float) -> None:
         now = self._clock()
         settings = self._settings
         for link in list(self._links.values()):
-            if not link.is_open and now - link.opened_at > settings.connect_timeout_s:
-                self._lose(link, f"{link.address} does not answer")
-            elif link.open_requests and now - link.last_heard > settings.answer_timeout_s:
-                self._lose(link, f"{link.address} has not answered in time")
-            elif link.is_idle and now - link.last_heard > settings.idle_s:
+            link.check(settings.answer_timeout_s if link.open_requests else None)
+            if not link.is_gone and link.is_idle and now - link.last_heard > settings.idle_s:
                 self._close(link)
 
     def _settle(self, request: PageRequest, outcome: PageOutcome | None) -> None:
@@ -320,25 +300,23 @@ class PageClient:
         except Exception:
             logger.exception("internal error in the callback of a fetch; the client goes on")
 
-    def _lose(self, link: PageLink, reason: str) -> None:
+    def _lost(self, link: PageLink, reason: str, is_breach: bool) -> None:
         self.stats.num_links_lost += 1
-        had = bool(link.open_requests or link.waiting)
+        self.stats.num_breaches += is_breach
         logger.log(
-            logging.WARNING if had else logging.DEBUG,
-            "connection to a page server lost (%s); its pages are misses",
+            logging.DEBUG if link.is_idle else logging.WARNING,
+            "connection to the page server %s lost (%s); its pages are misses",
+            link.address,
             reason,
         )
         self._close(link)
 
     def _close(self, link: PageLink) -> None:
-        if self._links.get(link.address) is link:
-            del self._links[link.address]
+        link.close()
+        del self._links[link.address]
         left = [*link.open_requests.values(), *link.waiting]
         link.open_requests.clear()
         link.waiting.clear()
-        link.close()
-        self._loop.remove_socket(link.monitor)
-        self._loop.remove_socket(link.socket)
         for request in left:
             self._settle(request, PageOutcome.LOST)
 
