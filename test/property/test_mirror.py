@@ -58,14 +58,9 @@ class Followed:
 
     def answer(self) -> tuple[Changes, list[bytes]]:
         question = self.position.ask(bytes(32), bytes(16), NOTHING)
-        part = self.source.since(question.epoch, question.sequence, question.cursor)
-        fields: tuple[Any, ...] = (question.epoch, question.sequence, None, None, 0, 0, False)
-        pages = b""
-        if part is not None:
-            sizes = len(part.added), len(part.removed)
-            fields = (part.epoch, part.sequence, part.start, part.end, *sizes, part.more)
-            pages = part.added.tobytes() + part.removed.tobytes()
-        return Changes(bytes(32), b"s" * 16, NOTHING, *fields), [pages]
+        position = question.epoch, question.sequence, question.cursor
+        said, payload = self.source.since(*position)
+        return Changes(bytes(32), b"s" * 16, NOTHING, *said), [payload]
 
     def read(self, how: str = "once") -> bool:
         """Ask once; what is answered gets lost, comes twice, or after what was answered to the

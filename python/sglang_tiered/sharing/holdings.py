@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,23 +24,13 @@ if TYPE_CHECKING:
 
     Fingerprints = npt.NDArray[np.uint64]
     Held = Callable[[int], tuple[int, Fingerprints] | None]
+    Said = tuple[int, int, int | None, int | None, int, int, bool]
+    # epoch, sequence, start, end, num_added, num_removed, more
 
-__all__ = ["Holdings", "ChangesPart"]
+__all__ = ["Holdings"]
 
 _MIN_LOG = 1 << 18  # fingerprints of changes that are kept: 2 MiB, or as many as are held
 _NONE = np.empty(0, np.uint64)
-
-
-class ChangesPart(NamedTuple):
-    """One answer to a follower: see ``messages.Changes``."""
-
-    epoch: int
-    sequence: int
-    start: int | None
-    end: int | None
-    added: Fingerprints
-    removed: Fingerprints
-    more: bool
 
 
 class Holdings:
@@ -64,10 +54,6 @@ class Holdings:
             self.sequence = 0
             self._log: deque[tuple[Fingerprints, Fingerprints]] = deque()  # the last ``sequence``
             self._log_size = 0
-
-    @property
-    def num_pages(self) -> int:
-        return len(self._pages)
 
     def look(self) -> bool:
         """Take up what came and went. Returns whether there was anything."""
@@ -95,16 +81,25 @@ class Holdings:
                 self._log_size -= len(gone[0]) + len(gone[1])
         return True
 
-    def since(self, epoch: int, sequence: int, cursor: int | None) -> ChangesPart | None:
-        """Return the next part for a follower that has these; None if there is nothing."""
+    def since(self, epoch: int, sequence: int, cursor: int | None) -> tuple[Said, bytes]:
+        """Return the next part for a follower that has these, as ``messages.Changes`` says it, and
+        its payload. Without payload or ``start`` there is nothing new."""
         with self._lock:
             if epoch != self.epoch or (
                 cursor is None and not self.sequence - len(self._log) <= sequence <= self.sequence
             ):
                 cursor = 0
-            return self._changes(sequence) if cursor is None else self._piece(cursor, sequence)
+            if cursor is not None:
+                return self._piece(cursor, sequence)
+            num_left = self.sequence - sequence
+            if not num_left:
+                return (self.epoch, sequence, None, None, 0, 0, False), b""
+            added, removed = self._log[-num_left]
+            sizes = len(added), len(removed)
+            said = (self.epoch, sequence + 1, None, None, *sizes, num_left > 1)
+            return said, added.tobytes() + removed.tobytes()
 
-    def _piece(self, start: int, begun_at: int) -> ChangesPart:
+    def _piece(self, start: int, begun_at: int) -> tuple[Said, bytes]:
         pages = self._pages
         at = int(np.searchsorted(pages, np.uint64(min(start, (1 << 64) - 1))))
         piece = pages[at : at + MAX_FINGERPRINTS]
@@ -112,15 +107,8 @@ class Holdings:
         end = None if is_last else int(piece[-1])
         has_changed = start > 0 and begun_at != self.sequence  # since the first piece
         more = not is_last or has_changed
-        return ChangesPart(self.epoch, self.sequence, start, end, piece, _NONE, more)
-
-    def _changes(self, sequence: int) -> ChangesPart | None:
-        index = len(self._log) - (self.sequence - sequence)
-        if index == len(self._log):
-            return None
-        added, removed = self._log[index]
-        more = index + 1 < len(self._log)
-        return ChangesPart(self.epoch, sequence + 1, None, None, added, removed, more)
+        said = (self.epoch, self.sequence, start, end, len(piece), 0, more)
+        return said, piece.tobytes()
 
 
 def _changed(before: Fingerprints, pages: Fingerprints) -> tuple[Fingerprints, Fingerprints]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.sharing.addresses import Target
-    from sglang_tiered.sharing.holdings import ChangesPart, Held
+    from sglang_tiered.sharing.holdings import Held
     from sglang_tiered.sharing.membership import Membership
     from sglang_tiered.sharing.pages.messages import ErasureNotice
     from sglang_tiered.sharing.pages.server import PageServer
@@ -213,12 +213,6 @@ class PeerSync:
         """That of the erasures that a restart does not undo, and whose pages followers are told to
         be gone, or will be first."""
         return self._shown
-
-    def since(self, epoch: int, sequence: int, cursor: int | None) -> ChangesPart | None:
-        return self.holdings.since(epoch, sequence, cursor)
-
-    def compare(self, ids: bytes) -> tuple[bytes, list[ErasureNotice], bytes]:
-        return self.book.compare(ids)
 
     def taught(self, erasures: Sequence[ErasureNotice]) -> None:
         """Apply what another server told, soon."""
