@@ -132,7 +132,7 @@ def following(num_pages: int, num_changes: int) -> tuple[float, list[float]]:
             syncs.append((sync, server))
         one, other = syncs[0][0], syncs[1][0]
         one.start(syncs[0][1], None, PageSettings(), None)
-        until(lambda: len(one.holdings._pages) == len(np.unique(pages)))
+        until(lambda: one.holdings.sequence > 0)
         begun = time.perf_counter()
         other.start(syncs[1][1], None, PageSettings(), None)
         last = keys_of(pages[-1:])

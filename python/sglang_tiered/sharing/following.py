@@ -277,8 +277,8 @@ class Follower:
         for told in message.erasures:
             told.split_keys()  # raises
         unknown = self._book.unknown(message.erasures)
-        teach = self._book.take(message.lacking)
-        each.version = max(0, min(asked.version, self._book.version_without(message.lacking)))
+        teach, version = self._book.lacked(message.lacking)
+        each.version = max(0, min(asked.version, version))
         if unknown:
             self._heard(unknown)
         if teach and each.link is not None:
