@@ -72,7 +72,6 @@ class PageClient:
         self._links: dict[str, PageLink] = {}
         self._fetches: dict[PageFetch, list[PageRequest]] = {}
         self._numbers = itertools.count(1)
-        self._open_bytes = 0  # asked for and still wanted
         self._loop = EndpointLoop("tier-page-client", self._step, self._tick)
         self._loop.start()
 
@@ -121,7 +120,6 @@ class PageClient:
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when the books do not balance. Call while nothing is fetched."""
         assert not self._fetches, f"{len(self._fetches)} fetches under way"
-        assert self._open_bytes == 0, f"{self._open_bytes} bytes asked for without a fetch"
         left = sum(len(link.waiting) for link in self._links.values())
         assert not left, f"{left} requests wait without a fetch"
 
@@ -183,27 +181,35 @@ class PageClient:
 
     def _send_some(self, now: float) -> None:
         """Send requests while there is room, one of each server in turn."""
+        links = list(self._links.values())
+        asked = [each for link in links for each in link.open_requests.values()]
+        wanted_bytes = sum(each.num_bytes for each in asked if not each.is_settled)
         sent = True
         while sent:
             sent = False
-            for link in list(self._links.values()):
-                if self._may_send(link) and self._send_next(link, now):
-                    sent = True
+            for link in links:
+                size = self._send_next(link, now) if self._may_send(link, wanted_bytes) else 0
+                wanted_bytes += size
+                sent = sent or size > 0
         for address in list(self._links)[:1]:  # another one is the first, next time
             self._links[address] = self._links.pop(address)
 
-    def _may_send(self, link: PageLink) -> bool:
-        """Whether the first request of a link fits. Without any other request, every size fits."""
+    def _may_send(self, link: PageLink, wanted_bytes: int) -> bool:
+        """Whether the first request of a link fits beside what is asked for and still wanted.
+        Without any other request, every size fits."""
         while link.waiting and link.waiting[0].is_settled:
             link.waiting.popleft()
         if not link.waiting or len(link.open_requests) >= self._settings.max_requests:
             return False
         size, window = link.waiting[0].num_bytes, self._settings.window_bytes
-        return (not self._open_bytes or self._open_bytes + size <= window) and (
-            not link.open_bytes or link.open_bytes + size <= window // 2
+        owed_bytes = sum(each.num_bytes for each in link.open_requests.values())
+        return (not wanted_bytes or wanted_bytes + size <= window) and (
+            not owed_bytes or owed_bytes + size <= window // 2
         )
 
-    def _send_next(self, link: PageLink, now: float) -> bool:
+    def _send_next(self, link: PageLink, now: float) -> int:
+        """Send the first request. Returns the bytes that it asks for, or 0 if it does not fit into
+        the queue."""
         request = link.waiting[0]
         fetch = request.fetch
         patience_s = 60.0 if fetch.deadline is None else max(fetch.deadline - now, 0.001)
@@ -215,16 +221,13 @@ class PageClient:
             min(3_600_000, max(1, int(patience_s * 1000))),
         )
         if not link.send(message):
-            return False
+            return 0
         link.waiting.popleft()
         if not link.open_requests:
             link.last_heard = now  # its silence counts from now on
-        request.sent_at = now
         link.open_requests[request.number] = request
-        link.open_bytes += request.num_bytes
-        self._open_bytes += request.num_bytes
         self.stats.num_requests += 1
-        return True
+        return request.num_bytes
 
     def _hear(
         self, link: PageLink, message: messages.FromServer, payload: list[memoryview]
@@ -235,7 +238,6 @@ class PageClient:
         if request is None:
             self.stats.num_unasked += 1
             return
-        link.open_bytes -= request.num_bytes
         if request.is_settled:
             self.stats.num_overdue += 1
             return
@@ -268,8 +270,6 @@ class PageClient:
         if request.is_settled:
             return
         request.is_settled = True
-        if request.sent_at is not None:
-            self._open_bytes -= request.num_bytes
         fetch = request.fetch
         if outcome is not None:
             fetch.settle(request, outcome)

@@ -93,7 +93,6 @@ class PageRequest:
     start: int
     stop: int
     num_bytes: int
-    sent_at: float | None = None
     is_settled: bool = False
 
     def joined_keys(self) -> bytes:

@@ -95,7 +95,6 @@ class PageLink:
         self.is_open = self.is_gone = False
         self.waiting: deque[PageRequest] = deque()
         self.open_requests: dict[int, PageRequest] = {}
-        self.open_bytes = 0
         if not (settings.is_local and address.startswith("ipc:///proc/self/fd/")):
             check_address(address)
         timeout_ms = max(1, int(settings.connect_timeout_s * 1000))
