@@ -10,6 +10,7 @@ import logging
 import secrets
 import threading
 import time
+from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from sglang_tiered.sharing.mirror import Mirror
 from sglang_tiered.sharing.pages.messages import ID_BYTES
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.jobs import call_each
 from sglang_tiered.storage.promises import ended, keep, keep_as, promise
 from sglang_tiered.wire.sockets import endpoint_of
 
@@ -69,7 +71,8 @@ class PeerDiscovery:
         self._membership = membership
         self._found = found
         self._every_s = every_s
-        self._known: dict[str, list[str]] = {}  # by name
+        self._asked: dict[str, Future[list[str]]] = {}  # by name, until it is answered
+        self._known: dict[str, list[str]] = {}
         self._troubles: dict[str, str] = {}
         self._log = OnceLog(logger)
         self._is_closed = threading.Event()
@@ -101,21 +104,25 @@ class PeerDiscovery:
         }
         if self._membership is not None:
             asks["the Redis"] = self._membership.exchange
-        known, troubles = {}, {}
         for name, ask in asks.items():
+            if name not in self._asked:
+                (self._asked[name],) = call_each(lambda ask: ask(), [ask], 1)
+        wait(self._asked.values(), self._every_s)  # a slow name keeps no other from being asked
+        troubles = self._troubles.copy()
+        for name in [name for name, answer in self._asked.items() if answer.done()]:
             try:
-                known[name] = ask()
+                self._known[name] = self._asked.pop(name).result()
+                troubles.pop(name, None)
                 self._log.settle(name)
             except Exception as error:
                 self.num_failures += 1
                 why = error.strerror if isinstance(error, OSError) else None
                 troubles[name] = f"{name} is not found ({why or error})"
                 self._log.report(name, "%s; servers that are known already stay so", troubles[name])
-                if name in self._known:
-                    known[name] = self._known[name]
-        self._known, self._troubles = known, troubles
-        addresses = dict.fromkeys(each for found in known.values() for each in found)
-        self._found(list(addresses)[:MAX_ADDRESSES], known.keys() == asks.keys())
+        self._known = {name: self._known[name] for name in asks if name in self._known}
+        self._troubles = {name: troubles[name] for name in asks if name in troubles}
+        addresses = dict.fromkeys(each for found in self._known.values() for each in found)
+        self._found(list(addresses)[:MAX_ADDRESSES], self._known.keys() == asks.keys())
 
     def _resolved(self, target: Target) -> list[str]:
         return [
