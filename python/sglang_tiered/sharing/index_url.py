@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import urllib.parse
+import re
 from typing import Any, NamedTuple
 
 from redis import RedisError
@@ -12,17 +12,12 @@ from sglang_tiered.errors import ConfigError
 
 __all__ = ["IndexUrl", "parse_index_url"]
 
-_QUERIES = {
-    "redis": set[str](),
-    "rediss": {
-        "ssl_ca_certs",
-        "ssl_certfile",
-        "ssl_keyfile",
-        "ssl_cert_reqs",
-        "ssl_check_hostname",
-    },
-    "unix": {"db"},
-}
+_TLS = "(?:ssl_(?:ca_certs|certfile|keyfile|cert_reqs|check_hostname)=[^&#]*&?)*"
+_HOST = r"(?:[^/?#]*@)?(?:\[[0-9A-Fa-f:.]+\]|[^:@/?#\[\]]+)(?::0*[1-9]\d{0,4})?(?:/\d*)?"
+_URL = re.compile(
+    rf"redis://{_HOST}|rediss://{_HOST}(?:\?{_TLS})?|unix://(?:[^/?#]*@)?/[^?#]+(?:\?db=\d+)?"
+)
+"""Nothing else: redis-py passes over what it does not understand."""
 
 
 class IndexUrl(NamedTuple):
@@ -41,13 +36,11 @@ def parse_index_url(text: str) -> IndexUrl:
     """``redis://[[user]:password@]host[:port][/db]``, ``rediss://`` for TLS, or
     ``unix://[[user]:password@]/path[?db=0]``. Raises ``ConfigError``, one sentence that repeats
     nothing of the text, as any of it might be a password."""
+    usable = _URL.fullmatch(text) is not None
     try:
-        options = parse_url(text)  # type: ignore[no-untyped-call]
-        parts = urllib.parse.urlsplit(text)
+        options = parse_url(text) if usable else {}  # type: ignore[no-untyped-call]
         kind = options.pop("connection_class", Connection)
-        usable = _is_usable(parts, options)
-        if usable:
-            kind(**options)  # connects to nothing, and refuses values that it does not know
+        kind(**options)  # connects to nothing, and refuses values that it does not know
     except (ValueError, TypeError, RedisError):
         usable = False
     if not usable:  # raised here, where no error is at hand whose text would be shown with it
@@ -57,19 +50,9 @@ def parse_index_url(text: str) -> IndexUrl:
             "?ssl_ca_certs=, ssl_certfile=, ssl_keyfile=, ssl_cert_reqs=, ssl_check_hostname=), or "
             "unix://[[user]:password@]/path[?db=0], and %23 for a # of the password."
         )
-    if parts.scheme == "unix":
+    scheme = text.partition("://")[0]
+    if scheme == "unix":
         return IndexUrl(f"unix://{options['path']}", kind, options)
     options = {"port": 6379, "db": 0, **options}
     host = f"[{options['host']}]" if ":" in options["host"] else options["host"]
-    return IndexUrl(f"{parts.scheme}://{host}:{options['port']}/{options['db']}", kind, options)
-
-
-def _is_usable(parts: urllib.parse.SplitResult, options: dict[str, Any]) -> bool:
-    """Whether nothing of the URL was passed over: redis-py ignores what it does not understand."""
-    queries = urllib.parse.parse_qs(parts.query, keep_blank_values=True)
-    if parts.fragment or queries.keys() - _QUERIES[parts.scheme] or options.get("db", 0) < 0:
-        return False
-    if parts.scheme == "unix":
-        return not parts.hostname and options.get("path", "").startswith("/")
-    database = str(options.get("db", ""))
-    return bool(parts.hostname) and parts.port != 0 and database == parts.path.strip("/")
+    return IndexUrl(f"{scheme}://{host}:{options['port']}/{options['db']}", kind, options)

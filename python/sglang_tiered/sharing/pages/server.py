@@ -351,28 +351,28 @@ class PageServer:
         if request not in self._reading:  # answered already
             return
         self._reading.discard(request)
+        trackers = None
         if pages is None or request.namespace != self._namespace:
-            if pages is not None:
-                pages.release()
-            self._queue.release_memory(request)
             self._miss(request.client, request.number, len(request.keys))
-            return
-        if pages.is_outage:  # who heard of a miss would not ask for these pages again
-            pages.release()
-            self._queue.release_memory(request)
+        elif pages.is_outage:  # who heard of a miss would not ask for these pages again
             self._busy(request.client, request.number)
+        else:
+            found = [place for place in pages.places if place is not None]
+            checksums = [place and place.checksum for place in pages.places]
+            answer = messages.Found(request.number, checksums)
+            trackers = self._send(request.client, answer, _payload(pages, self._frame_bytes))
+        if pages is None or trackers is None:
+            self._release(request, pages)
             return
-        checksums = [None if place is None else place.checksum for place in pages.places]
-        answer = messages.Found(request.number, checksums)
-        trackers = self._send(request.client, answer, _payload(pages, self._frame_bytes))
-        if trackers is None:
-            pages.release()
-            self._queue.release_memory(request)
-            return
-        self.stats.num_served += sum(place is not None for place in pages.places)
-        self.stats.num_missed += sum(place is None for place in pages.places)
-        self.stats.bytes_served += sum(place.length for place in pages.places if place is not None)
+        self.stats.num_served += len(found)
+        self.stats.num_missed += len(pages.places) - len(found)
+        self.stats.bytes_served += sum(place.length for place in found)
         self._sending.append((trackers, request, pages))
+
+    def _release(self, request: ServeRequest, pages: ReadPages | None) -> None:
+        if pages is not None:
+            pages.release()
+        self._queue.release_memory(request)
 
     def _miss(self, client: bytes, number: int, num_pages: int) -> None:
         self.stats.num_missed += num_pages
@@ -412,8 +412,7 @@ class PageServer:
         for item in self._sending:
             trackers, request, pages = item
             if all(tracker.done for tracker in trackers):
-                pages.release()
-                self._queue.release_memory(request)
+                self._release(request, pages)
             else:
                 left.append(item)
         self._sending = left
