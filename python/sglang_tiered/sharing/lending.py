@@ -21,6 +21,7 @@ from sglang_tiered.errors import StoreError, TransferError
 from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.sharing.pages.landing import PageOutcome
+from sglang_tiered.sharing.pages.messages import MAX_REQUEST_PAGES
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.storage.base import (
@@ -32,7 +33,7 @@ from sglang_tiered.storage.base import (
     TierEngine,
     TierStats,
 )
-from sglang_tiered.storage.jobs import JobBook
+from sglang_tiered.storage.jobs import JobBook, LoadPart, SplitLoad
 from sglang_tiered.storage.promises import ended
 from sglang_tiered.storage.region.device import copy_page
 from sglang_tiered.storage.region.files import LENDING_NAME
@@ -280,35 +281,35 @@ class BorrowedEngine(TierEngine):
             if self._closed:
                 self._jobs.finish(job)
                 return job
-        if claim is None or lender is None:
-            self._end(job, generation, [Reason.MISS] * run.num_pages)
-            return job
-        socket, client = lender
-        client.fetch(
-            socket.address,
-            _namespace_of(claim),
-            run.keys,
-            run.pages,
-            deadline_s=deadline_s,
-            done=partial(self._fetched, job, generation),
-        )
+        address = None if claim is None or lender is None else lender[0].address
+        SplitLoad(
+            job,
+            self._clock,
+            None if deadline_s is None else self._clock() + deadline_s,
+            lambda keys, failed: [None if failed else address] * len(keys),
+            partial(self._fetch, _namespace_of(claim)),
+            partial(self._over, generation),
+            most_pages=MAX_REQUEST_PAGES,
+            most_bytes=SETTINGS.request_bytes if lender is None else lender[1].request_bytes,
+        ).begin()
         return job
 
-    def _fetched(self, job: Job, generation: int, fetch: PageFetch) -> None:
-        """End a load, on the client's thread."""
-        is_gone = PageOutcome.LOST in fetch.outcomes and not fetch.num_heard
-        reasons = [_REASONS.get(outcome, Reason.MISS) for outcome in fetch.outcomes]
-        self._end(job, generation, reasons, is_gone=is_gone)
+    def _fetch(self, namespace: bytes, part: LoadPart[str], left_s: float | None) -> None:
+        assert self._lender is not None
+        _, client = self._lender
+        run, done = part.run, partial(self._fetched, part)
+        client.fetch(part.holder, namespace, run.keys, run.pages, deadline_s=left_s, done=done)
 
-    def _end(
-        self, job: Job, generation: int, reasons: list[Reason], *, is_gone: bool = False
-    ) -> None:
+    def _fetched(self, part: LoadPart[str], fetch: PageFetch) -> None:
+        """End a part of a load, on the client's thread."""
+        self._failed_at = self._clock() if PageOutcome.LOST in fetch.outcomes else None
+        part.load.end(part, [_REASONS.get(outcome, Reason.MISS) for outcome in fetch.outcomes])
+
+    def _over(self, generation: int, job: Job) -> None:
         with self._lock:
-            self._failed_at = self._clock() if is_gone else None
-            job.reasons = reasons
             if generation != self._generation:  # some of it may be erased
                 job.reasons = [Reason.CANCELLED] * job.run.num_pages
-            self._jobs.finish(job)
+            self._jobs.note_end(job)
 
     # ---- What concerns the store is its owner's ----
 

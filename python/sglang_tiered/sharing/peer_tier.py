@@ -22,9 +22,11 @@ from sglang_tiered.errors import ConfigError, TransferError
 from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.sharing.pages.landing import PageOutcome
+from sglang_tiered.sharing.pages.messages import MAX_REQUEST_PAGES
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.sharing.sync import PeerSync
+from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import (
     Health,
     Job,
@@ -310,7 +312,7 @@ class PeerLoader:
         self._client = client
         self._clock = clock
         self._inflight: set[Job] = set()
-        self._failing: dict[str, int] = {}  # servers, and how often one after the other
+        self._backoffs: dict[str, Backoff] = {}  # of servers that failed last
         self._closed = False
         self.num_recovered = 0  # pages that a second server had; the client's thread only
 
@@ -323,7 +325,16 @@ class PeerLoader:
         self._inflight.add(job)
         deadline = None if deadline_s is None else self._clock() + deadline_s
         read = partial(self._fetch, namespace)
-        SplitLoad(job, self._clock, deadline, self._find, read, self._inflight.discard).begin()
+        SplitLoad(
+            job,
+            self._clock,
+            deadline,
+            self._find,
+            read,
+            self._inflight.discard,
+            most_pages=MAX_REQUEST_PAGES,
+            most_bytes=self._client.request_bytes,
+        ).begin()
         return job
 
     @property
@@ -363,15 +374,16 @@ class PeerLoader:
         server, seen = part.holder.server, set(fetch.outcomes)
         if part.failed:
             self.num_recovered += fetch.outcomes.count(PageOutcome.OK)
-        is_silent = PageOutcome.LATE in seen and not fetch.num_heard
-        if is_silent or seen & {PageOutcome.LOST, PageOutcome.DAMAGED}:
-            if len(self._failing) >= _MAX_FAILING:
-                self._failing.clear()
-            times = min(self._failing.get(server, 0), 6)  # beyond, the longest pause
-            self._failing[server] = times + 1
-            self._mirror.avoid(server, min(_FIRST_AVOID_S * 2.0**times, _MAX_AVOID_S))
-            return
-        if fetch.num_heard:
-            self._failing.pop(server, None)
+        backoff = self._backoffs.get(server)
+        if fetch.is_silent or seen & {PageOutcome.LOST, PageOutcome.DAMAGED}:
+            if backoff is None:
+                if len(self._backoffs) >= _MAX_FAILING:
+                    self._backoffs.clear()
+                backoff = Backoff(self._clock, _FIRST_AVOID_S, _MAX_AVOID_S)
+                self._backoffs[server] = backoff
+            backoff.fail()
+            self._mirror.avoid(server, backoff.wait_s)
+        elif PageOutcome.OK in seen and backoff is not None:
+            del self._backoffs[server]
         if PageOutcome.BUSY in seen:
             self._mirror.avoid(server, _BUSY_S)

@@ -38,7 +38,7 @@ from sglang_tiered.wire.sockets import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang_tiered.sharing.pages.landing import PageRequest
+    from sglang_tiered.sharing.pages.landing import PageFetch
     from sglang_tiered.sharing.pages.messages import FromServer
     from sglang_tiered.sharing.settings import PageSettings
     from sglang_tiered.wire.keys import Keys
@@ -93,8 +93,8 @@ class PageLink:
         self._clock = clock
         self.opened_at = self.last_heard = clock()
         self.is_open = self.is_gone = False
-        self.waiting: deque[PageRequest] = deque()
-        self.open_requests: dict[int, PageRequest] = {}
+        self.waiting: deque[PageFetch] = deque()
+        self.open_requests: dict[int, PageFetch] = {}
         if not (settings.is_local and address.startswith("ipc:///proc/self/fd/")):
             check_address(address)
         timeout_ms = max(1, int(settings.connect_timeout_s * 1000))
