@@ -65,6 +65,21 @@ def test_a_hanging_server_is_gone_within_its_expiry(servers: Servers) -> None:
         eventually(lambda: one.finds_at(149) == name)
 
 
+def test_nothing_is_found_in_another_namespace(servers: Servers) -> None:
+    """At once, whatever was heard by then, and though the other follows later, or never."""
+    one, two = servers.open([1]), servers.open([2])
+    for namespace in (OTHER, NAMESPACE, OTHER):
+        servers.know_each_other()
+        assert one.finds(2) == two.finds(1) == [True]
+        one.set_namespace(namespace)
+        assert one.finds(2) == [False]
+        servers.know_each_other()
+        assert one.finds(2) == two.finds(1) == [False]
+        two.set_namespace(namespace)
+        assert two.finds(1) == [False]
+        eventually(lambda: one.finds(2) == two.finds(1) == [True])
+
+
 ID, NOBODY = b"s" * 16, bytes(16)
 
 

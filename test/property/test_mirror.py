@@ -113,7 +113,7 @@ def test_a_follower_ends_with_what_is_held(
         for pages, reads, event in steps:
             one.change(pages)
             if event == "epoch":
-                one.source.begin()
+                one.source = Holdings(one.held)
                 one.source.look()
             elif event == "connects":
                 one.position.connect()

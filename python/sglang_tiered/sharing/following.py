@@ -122,9 +122,10 @@ class Follower:
         """Tell others what has just begun here."""
         self._loop.call(self._tell, begun)
 
-    def set_namespace(self, namespace: bytes) -> None:
-        self._mirror.hide()
-        self._loop.call(self._begin_namespace, namespace)
+    def set_namespace(self, namespace: bytes, mirror: Mirror) -> None:
+        """Follow servers of another namespace from now on, and keep what they hold in a mirror of
+        its own. What is still heard of the one before goes to the one before."""
+        self._loop.call(self._begin_namespace, namespace, mirror)
 
     @property
     def troubles(self) -> dict[str, str]:
@@ -313,20 +314,19 @@ class Follower:
 
     # ---- Coming and going ----
 
-    def _begin_namespace(self, namespace: bytes) -> None:
-        self._mirror.begin_namespace()
-        self._namespace = namespace
+    def _begin_namespace(self, namespace: bytes, mirror: Mirror) -> None:
+        self._namespace, self._mirror = namespace, mirror
         for each in self._all():
             had_link = each.link is not None
             self._end_link(each)  # over which it is asked about the one before
-            self._forget(each)
+            each.known, each.position = None, Position(mirror)
             if had_link:
                 self._connect(each)
 
     def _set_aside(self, each: _FollowedAddress) -> None:
         self._end_link(each)
         each.aside_until, each.trouble = self._clock() + _ASIDE_S, ""
-        self._forget(each)
+        self._drop(each)
 
     def _lose(self, each: _FollowedAddress, why: str) -> None:
         if each.link is not None:
@@ -360,9 +360,6 @@ class Follower:
     def _drop(self, each: _FollowedAddress) -> None:
         if each.known is not None:
             self._mirror.drop(each.known)
-        self._forget(each)
-
-    def _forget(self, each: _FollowedAddress) -> None:
         each.known = None
         each.position.forget()
 

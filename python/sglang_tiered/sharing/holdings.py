@@ -1,4 +1,5 @@
-"""What this server holds, for those who follow it: a snapshot in pieces, and changes since.
+"""What this server holds of one namespace, for those who follow it: a snapshot in pieces, and
+changes since.
 
 Nothing is kept for a follower. A piece of the snapshot is cut from what is held *now*. A reader of
 all pieces applies the changes since the first of them, in order, and has what is held. The last
@@ -43,21 +44,14 @@ class Holdings:
         self._lock = threading.Lock()
         self._version = 0
         self._pages = _NONE
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin anew, as for another namespace: followers take a snapshot."""
-        with self._lock:
-            self.epoch = secrets.randbits(62) | 1
-            self._version = 0
-            self._pages = _NONE
-            self.sequence = 0
-            self._log: deque[tuple[Fingerprints, Fingerprints]] = deque()  # the last ``sequence``
-            self._log_size = 0
+        self.epoch = secrets.randbits(62) | 1
+        self.sequence = 0
+        self._log: deque[tuple[Fingerprints, Fingerprints]] = deque()  # the last ``sequence``
+        self._log_size = 0
 
     def look(self) -> bool:
         """Take up what came and went. Returns whether there was anything."""
-        epoch, before = self.epoch, self._pages
+        before = self._pages
         found = self._held(self._version)
         if found is None:
             return False
@@ -65,8 +59,6 @@ class Holdings:
         pages = distinct(pages)
         added, removed = _changed(before, pages)
         with self._lock:
-            if self.epoch != epoch:
-                return True  # of the namespace before; the next look sees this one's
             self._version, self._pages = version, pages
             if not len(added) and not len(removed):
                 return False

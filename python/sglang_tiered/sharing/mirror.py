@@ -1,4 +1,4 @@
-"""The pages that other servers hold, as this one knows them. Memory only.
+"""The pages that other servers hold, as this one knows them, of one namespace. Memory only.
 
 One thread writes (the follower); ``find`` takes no lock, ``hide_pages`` and ``avoid`` take one for
 a moment. A page is found at a peer only while it is followed, its snapshot is here, it answers, and
@@ -92,7 +92,6 @@ class Mirror:
         self._slots: list[MirroredPeer | None] = []
         self._num_held = 0
         self._hidden: list[Fingerprints] | None = None  # since a copy of the table began
-        self._num_changes = 0  # of the namespace, that the follower has not come to
         self._table = PageTable(0)
         self._view = _View(self._table, np.zeros(1, np.uint64), np.full(1, None), None)
 
@@ -140,12 +139,6 @@ class Mirror:
         with self.lock:
             self._choose()
 
-    def hide(self) -> None:
-        """Find nothing until the follower has come to ``begin_namespace``, once for each call."""
-        with self.lock:
-            self._num_changes += 1
-            self._choose()
-
     @property
     def has_peers(self) -> bool:
         """Whether any server is followed. Takes no lock."""
@@ -161,16 +154,6 @@ class Mirror:
             )
 
     # ---- The follower's thread ----
-
-    def begin_namespace(self) -> None:
-        """Begin with a namespace of which no holder is known yet."""
-        with self.lock:
-            self._num_changes -= 1
-            self._peers.clear()
-            self._slots.clear()
-            self._num_held = 0
-            self._table = PageTable(0)
-            self._choose()
 
     def join(self, peer: Peer) -> MirroredPeer | None:
         """Know a server from now on; None if it is known, or beyond ``max_peers``."""
@@ -290,7 +273,7 @@ class Mirror:
         """Replace the view. The caller holds the lock."""
         now, digest = self._clock(), self._digest()
         usable = [0] * self._table.num_words
-        for known in self._peers.values() if not self._num_changes else ():
+        for known in self._peers.values():
             word = known.slot // WORD_BITS
             if (
                 known.is_live

@@ -164,7 +164,7 @@ class PeerTier(TierEngine):
             self._context.destroy(linger=0)
             raise
         self._client = PageClient(pages, keys=keys, context=self._context, clock=clock)
-        self._loader = PeerLoader(self._sync.mirror, self._client, clock)
+        self._loader = PeerLoader(lambda: self._sync.mirror, self._client, clock)
         self._sync.start(self._server, self._membership, pages, keys)
         logger.info(
             "pages are shared at %s port %d, with the servers at %s",
@@ -307,7 +307,9 @@ class PeerLoader:
     what it works with.
     """
 
-    def __init__(self, mirror: Mirror, client: PageClient, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, mirror: Callable[[], Mirror], client: PageClient, clock: Callable[[], float]
+    ) -> None:
         self._mirror = mirror
         self._client = client
         self._clock = clock
@@ -349,7 +351,7 @@ class PeerLoader:
         """Find holders in the mirror, but never the same again, nor a third."""
         if self._closed or len(failed) > 1:
             return [None] * len(keys)
-        return self._mirror.find(keys, failed)
+        return self._mirror().find(keys, failed)
 
     def _fetch(self, namespace: bytes, part: LoadPart[Peer], left_s: float | None) -> None:
         if left_s == 0.0:  # nobody is blamed for that
@@ -382,8 +384,8 @@ class PeerLoader:
                 backoff = Backoff(self._clock, _FIRST_AVOID_S, _MAX_AVOID_S)
                 self._backoffs[server] = backoff
             backoff.fail()
-            self._mirror.avoid(server, backoff.wait_s)
+            self._mirror().avoid(server, backoff.wait_s)
         elif PageOutcome.OK in seen and backoff is not None:
             del self._backoffs[server]
         if PageOutcome.BUSY in seen:
-            self._mirror.avoid(server, _BUSY_S)
+            self._mirror().avoid(server, _BUSY_S)

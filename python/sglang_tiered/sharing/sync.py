@@ -156,14 +156,8 @@ class PeerSync:
         self.namespace = namespace
         self._num_namespaces = 0
         self.book = ErasureBook(namespace, notes=notes, clock=clock)
-        self.mirror = Mirror(
-            settings.max_pages,
-            settings.max_peers,
-            salt=int.from_bytes(self.server[:8], "little"),
-            digest=lambda: self.book.digest,
-            clock=clock,
-        )
-        self.holdings = Holdings(held)
+        self._held = held
+        self.mirror, self.holdings = self._make_mirror(), Holdings(held)
         self._shown = self.book.noted_digest
         self._log = OnceLog(logger)
         self._tell: Callable[[], None] = lambda: None
@@ -213,6 +207,15 @@ class PeerSync:
         address = next(iter(troubles), "")
         return self.discovery.trouble or (f"{address}: {troubles[address]}" if address else "")
 
+    def _make_mirror(self) -> Mirror:
+        return Mirror(
+            self._settings.max_pages,
+            self._settings.max_peers,
+            salt=int.from_bytes(self.server[:8], "little"),
+            digest=lambda: self.book.digest,
+            clock=self._clock,
+        )
+
     # ---- What followers are told: the page server's thread ----
 
     @property
@@ -251,12 +254,13 @@ class PeerSync:
         if namespace == self.namespace:
             return
         with self._wakes:
-            self.follower.set_namespace(namespace)
+            self.mirror = self._make_mirror()  # from now on nothing is found
+            self.follower.set_namespace(namespace, self.mirror)
             self.namespace = namespace
             self._num_namespaces += 1
             self._told.clear()
             self.book.change_namespace(namespace)
-            self.holdings.begin()
+            self.holdings = Holdings(self._held)
         self._wake()
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ def test_a_holder_that_failed_is_not_asked_again(is_silent: bool, is_alone: bool
         holders = [first] if is_alone else [first, second]
         mirror = mirror_of(*holders, first=first)
         mirror.avoid = lambda server, seconds: avoided.append(server)  # type: ignore[method-assign]
-        loader = PeerLoader(mirror, client, time.monotonic)
+        loader = PeerLoader(lambda: mirror, client, time.monotonic)
         job = loader.submit(blank(), NAMESPACE, deadline_s=0.2 if is_silent else None)
         asked = liar.hear()
         if not is_silent:
@@ -77,7 +77,7 @@ def test_lost_holder_is_avoided_with_growing_pauses() -> None:
         avoid=lambda server, seconds: pauses.append(seconds),
     )
     with page_client(replace(PATIENT, request_bytes=1)) as client:
-        loader = PeerLoader(mirror, client, lambda: now[0])  # type: ignore[arg-type]
+        loader = PeerLoader(lambda: mirror, client, lambda: now[0])  # type: ignore[arg-type]
         for _ in range(9):
             job = loader.submit(blank(), NAMESPACE, deadline_s=None)
             assert job.wait(DEADLINE_S) and job.reasons == [Reason.IO_ERROR] * 2
@@ -89,7 +89,8 @@ def test_pages_asked_for_wrongly_are_found_after() -> None:
     """A load of a wrong length says nothing of what the holder has."""
     with page_server(PAGES) as (server, _), page_client() as client:
         holder = Peer("1", f"tcp://{HOST}:{server.port}")
-        loader = PeerLoader(mirror_of(holder, first=holder), client, time.monotonic)
+        mirror = mirror_of(holder, first=holder)
+        loader = PeerLoader(lambda: mirror, client, time.monotonic)
         for run, reason in ((blank(1), Reason.MISS), (blank(), Reason.OK)):
             job = loader.submit(run, NAMESPACE, deadline_s=None)
             assert job.wait(DEADLINE_S) and job.reasons == [reason] * len(PAGES)
@@ -99,7 +100,7 @@ def test_a_holder_of_damaged_pages_is_avoided() -> None:
     with StrangeServer() as liar, page_client() as client:
         holder = Peer("1", f"tcp://{HOST}:{liar.port}")
         mirror = mirror_of(holder, first=holder)
-        loader = PeerLoader(mirror, client, time.monotonic)
+        loader = PeerLoader(lambda: mirror, client, time.monotonic)
         job = loader.submit(blank(), NAMESPACE, deadline_s=None)
         asked = liar.hear()
         liar.say(messages.Found(asked.number, [1, 2]), b"".join(PAGES.values()))
