@@ -146,7 +146,7 @@ def test_a_broken_connection_ends_no_erasure(servers: Servers) -> None:
     done = one.erase(Erasure(tenant=TENANT))
     eventually(lambda: two.purged == [TENANT])
     (link,) = [each for each in follower._all() if each.is_live]
-    follower._loop.call(follower._lose, link, "it reset the connection")
+    follower._loop.call(link.link.lose, "it reset the connection")
     eventually(lambda: link.link is None)
     again = one.erase(Erasure(tenant=ANOTHER))
     eventually(lambda: link.is_live)

@@ -58,7 +58,6 @@ class _FollowedAddress:
     backoff: Backoff
     position: Position
     is_named: bool = True  # else it is followed for as long as it answers
-    has_answered: bool = False  # over this link
     link: PageLink | None = None
     aside_until: float = 0.0
     heard_at: float = 0.0
@@ -128,9 +127,10 @@ class Follower:
         self._loop.call(self._begin_namespace, namespace, mirror)
 
     @property
-    def troubles(self) -> dict[str, str]:
-        """Why nothing is found at an address, as one clause each."""
-        return {each.address: each.trouble for each in self._all() if each.trouble}
+    def trouble(self) -> str:
+        """Why nothing is found at some address, as one clause; empty where all is well."""
+        said = (f"{each.address}: {each.trouble}" for each in self._all() if each.trouble)
+        return next(said, "")
 
     def _all(self) -> list[_FollowedAddress]:
         return list(self._followed.values())
@@ -158,10 +158,10 @@ class Follower:
         for each in self._all():
             if each.link is not None:
                 each.link.check(self._silence_s)
+                if each.comparing is not None and now - each.compare_at > self._silence_s:
+                    each.link.lose("it does not say what it erased")
             elif each.is_named and each.backoff.is_over and each.aside_until <= now:
                 self._connect(each)
-            if each.comparing is not None and now - each.compare_at > self._silence_s:
-                self._lose(each, "it does not say what it erased")
             if each.known is not None and now - each.heard_at > self._silence_s:
                 self._drop(each)
             if each.is_live:
@@ -190,7 +190,6 @@ class Follower:
             self._fail(each, printable(str(error)))
             return
         each.comparing, each.version, each.compare_at = None, -1, 0.0
-        each.has_answered = False
         each.position.connect()
         self._ask(each, each.link)
 
@@ -217,7 +216,7 @@ class Follower:
     def _hear_changes(
         self, each: _FollowedAddress, message: Changes, payload: list[memoryview]
     ) -> None:
-        each.has_answered, each.heard_at = True, self._clock()
+        each.heard_at = self._clock()
         each.backoff.succeed()
         if message.server == self._server:
             self._set_aside(each)  # it is this server itself
@@ -305,7 +304,7 @@ class Follower:
             each.version
             for each in self._all()
             if each.known is not None
-            or (each.link is not None and not each.has_answered)
+            or (each.link is not None and each.heard_at < each.link.opened_at)
             and (each.link.is_open or not each.backoff.num_failures)
         ]
         if not self._is_whole:
@@ -327,10 +326,6 @@ class Follower:
         self._end_link(each)
         each.aside_until, each.trouble = self._clock() + _ASIDE_S, ""
         self._drop(each)
-
-    def _lose(self, each: _FollowedAddress, why: str) -> None:
-        if each.link is not None:
-            each.link.lose(why)
 
     def _lost(self, each: _FollowedAddress, _: PageLink, why: str, is_breach: bool) -> None:
         """Note the end of a connection. What the server holds is known for a while longer, should

@@ -42,19 +42,11 @@ ROUTED = f"{PREFIX}:routed"
 MAX_RECORD_BYTES = 1024
 MAX_SERVERS = 1024
 
-_WORDS = {
-    "OOM": "it is out of memory (maxmemory)",
-    "READONLY": "it is a read-only replica",
-    "NOAUTH": "it wants a password",
-    "WRONGPASS": "user or password is wrong",
-    "NOPERM": "the user may not run a command or touch a key that is needed",
-    "MOVED": "it is a cluster of several shards, which cannot hold an index",
-}
 _KINDS: dict[type[Exception], str] = {
-    exceptions.NoPermissionError: _WORDS["NOPERM"],
-    exceptions.OutOfMemoryError: _WORDS["OOM"],
-    exceptions.ReadOnlyError: _WORDS["READONLY"],
-    exceptions.MovedError: _WORDS["MOVED"],
+    exceptions.NoPermissionError: "the user may not run a command or touch a key that is needed",
+    exceptions.OutOfMemoryError: "it is out of memory (maxmemory)",
+    exceptions.ReadOnlyError: "it is a read-only replica",
+    exceptions.MovedError: "it is a cluster of several shards, which cannot hold an index",
     exceptions.BusyLoadingError: "it is still loading its data",
     exceptions.AuthenticationError: "user or password is wrong, or lacking",
     exceptions.TimeoutError: "it did not answer in time",

@@ -203,9 +203,7 @@ class PeerSync:
         no lock."""
         if self.mirror.has_peers:
             return ""
-        troubles = self.follower.troubles
-        address = next(iter(troubles), "")
-        return self.discovery.trouble or (f"{address}: {troubles[address]}" if address else "")
+        return self.discovery.trouble or self.follower.trouble
 
     def _make_mirror(self) -> Mirror:
         return Mirror(
