@@ -89,7 +89,6 @@ class Mirror:
         self._digest = digest
         self._clock = clock
         self._peers: dict[str, MirroredPeer] = {}
-        self._slots: list[MirroredPeer | None] = []
         self._num_held = 0
         self._hidden: list[Fingerprints] | None = None  # since a copy of the table began
         self._table = PageTable(0)
@@ -158,17 +157,16 @@ class Mirror:
     def join(self, peer: Peer) -> MirroredPeer | None:
         """Know a server from now on; None if it is known, or beyond ``max_peers``."""
         with self.lock:
-            if peer.server in self._peers:
+            if peer.server in self._peers or len(self._peers) >= self._max_peers:
                 return None
-            slot = next((i for i, known in enumerate(self._slots) if known is None), None)
-            if slot is None:
-                slot = len(self._slots)
-                if slot >= self._max_peers:
-                    return None
-                self._slots.append(None)
-            known = MirroredPeer(peer, slot)
-            self._slots[slot] = self._peers[peer.server] = known
+            taken = {known.slot for known in self._peers.values()}
+            slot = next(slot for slot in range(self._max_peers) if slot not in taken)
+            known = self._peers[peer.server] = MirroredPeer(peer, slot)
             return known
+
+    @property
+    def _num_slots(self) -> int:
+        return max((known.slot + 1 for known in self._peers.values()), default=0)
 
     def drop(self, known: MirroredPeer) -> None:
         """Know a server no longer."""
@@ -176,7 +174,6 @@ class Mirror:
         with self.lock:
             if self._peers.get(known.peer.server) is known:
                 del self._peers[known.peer.server]
-                self._slots[known.slot] = None
             self._choose()
 
     def unload(self, known: MirroredPeer) -> None:
@@ -247,7 +244,7 @@ class Mirror:
             self._hidden = []
             table, num_held = self._table, self._num_held
         wanted = min(num_held + max(num_held // 2, 1 << 13), self.max_pages) + num_new
-        num_words = max(-(-len(self._slots) // WORD_BITS), table.num_words)
+        num_words = max(-(-self._num_slots // WORD_BITS), table.num_words)
         copy = table.copied(wanted, num_words)
         with self.lock:
             self._table = copy
@@ -283,7 +280,7 @@ class Mirror:
                 and digest in (known.digest, known.agreed_with)
             ):
                 usable[word] |= 1 << known.slot % WORD_BITS
-        peers = np.full(len(self._slots) + 1, None)
+        peers = np.full(self._num_slots + 1, None)
         for known in self._peers.values():
             peers[known.slot] = known.peer
         agreed = digest if any(usable) else None
@@ -293,17 +290,12 @@ class Mirror:
         with self.lock:
             self._table.check_integrity(self._num_held)
             assert self._num_held <= self.max_pages, f"{self._num_held} pages mirrored"
-            for slot, known in enumerate(self._slots):
-                counted = 0 if known is None else known.num_pages
-                bits = (
-                    sum(len(rows) for rows in self._table.rows_of(slot))
-                    if slot < (self._table.num_words * WORD_BITS)
-                    else 0
-                )
-                assert bits == counted, f"slot {slot} has {bits} pages, counted {counted}"
-                assert known is None or known.slot == slot, f"slot {slot} has the number of another"
-            taken = [known for known in self._slots if known is not None]
-            assert len(taken) == len(self._peers), f"{len(taken)} slots, {len(self._peers)} peers"
+            counted = {known.slot: known.num_pages for known in self._peers.values()}
+            assert len(counted) == len(self._peers), "two servers have the same slot"
+            for slot in range(self._table.num_words * WORD_BITS):
+                bits, most = sum(map(len, self._table.rows_of(slot))), counted.pop(slot, 0)
+                assert bits == most, f"slot {slot} has {bits} pages, counted {most}"
+            assert not any(counted.values()), f"{counted} pages of servers without a place"
 
 
 def fingerprints_of(keys: Sequence[bytes]) -> Fingerprints:
