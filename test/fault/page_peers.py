@@ -46,7 +46,6 @@ class ReadBytes:
 
     def __init__(self, reader: DictReader, data: bytearray, places: list[Place | None]) -> None:
         self._reader = reader
-        self.is_outage = False
         self.data = memoryview(data)
         self.places: Sequence[Place | None] = places
         reader.held_bytes += len(data)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.pages.server import Place
-from sglang_tiered.storage.base import Health, Reason, Run
+from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import padded
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["BufferPool", "PageSource"]
 
 _SMALLEST_BYTES = 64 << 10
-_OUTAGE = {Reason.IO_ERROR, Reason.CANCELLED}  # of pages that were there, and may be again
 
 
 class BufferPool:
@@ -72,7 +71,6 @@ class _SharedRead:
         # Of the pages that are read: offset, length, checksum where the store knows it.
         self.spots: list[tuple[int, int, int | None] | None] = [None] * num_pages
         self.job: Job | None = None  # of those, once it is over
-        self.is_outage = False
         self.data = memoryview(b"")
         self.waiting: list[Callable[[_SharedRead], None]] | None = []
         self.num_readers = 0
@@ -116,13 +114,11 @@ class PageSource:
         generation: Callable[[], int] | None = None,
         num_queued: Callable[[], int] = lambda: 0,
         namespace: Callable[[], bytes] | None = None,
-        is_well: Callable[[], bool] = lambda: True,
     ) -> None:
         self._submit = submit
         self._find = find
         self._generation = generation
         self._num_queued = num_queued
-        self._is_well = is_well
         self._memory = BufferPool(max_free_bytes)
         self._lock = threading.Lock()
         self._reads: dict[object, _SharedRead] = {}
@@ -138,7 +134,6 @@ class PageSource:
             find=region.view.find,
             num_queued=lambda: region.view.num_queued_reads,
             namespace=lambda: region.namespace,
-            is_well=lambda: region.health is Health.RUNNING,
         )
 
     @property
@@ -192,17 +187,12 @@ class PageSource:
             return None
         read.data = data = self._memory.borrow_buffer(at)
         pages = tuple((data[at : at + length],) for _, at, length in wanted)
-        is_well = self._is_well()  # it may recover before the next look
-        job = self._submit(Run(tuple(key for key, *_ in wanted), pages))
-        read.is_outage = not (is_well and self._is_well())
-        return job
+        return self._submit(Run(tuple(key for key, *_ in wanted), pages))
 
     def _ended(self, read: _SharedRead, job: Job | None = None) -> None:
         """Hand pages to all who wait. May run under a store's lock."""
         with self._lock:
             read.job = job
-            if job is not None and self._find is not None and Reason.OK not in job.reasons:
-                read.is_outage |= not _OUTAGE.isdisjoint(job.reasons)
             waiting, read.waiting = read.waiting or [], None
         for done in waiting:
             done(read)

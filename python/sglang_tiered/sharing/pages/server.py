@@ -149,7 +149,6 @@ class ReadPages(Protocol):
     """Memory with pages in it. The server calls ``release`` once, after its last use."""
 
     data: memoryview
-    is_outage: bool  # what is held cannot be read at the moment
 
     @property
     def places(self) -> Sequence[Place | None]:
@@ -354,8 +353,6 @@ class PageServer:
         trackers = None
         if pages is None or request.namespace != self._namespace:
             self._miss(request.client, request.number, len(request.keys))
-        elif pages.is_outage:  # who heard of a miss would not ask for these pages again
-            self._busy(request.client, request.number)
         else:
             found = [place for place in pages.places if place is not None]
             checksums = [place and place.checksum for place in pages.places]
