@@ -71,11 +71,7 @@ class _KnownErasure:
     keys: bytes | None
     forget_at: float  # of the book's clock
     version: int
-    local: Future[bool] | None  # true once it is durable here; None: it is
-
-    @property
-    def is_durable(self) -> bool:
-        return self.local is None or (self.local.done() and self.local.result())
+    local: Future[bool]  # true once it is durable here
 
 
 @dataclass(eq=False, slots=True)
@@ -261,7 +257,7 @@ class ErasureBook:
         is_done = self._promises.make()
         with self._lock:
             for each in begun:
-                self._learn(each, local)
+                self._learn(each, local or ended(True))
             names = tuple(each.id for each in begun)
             self._spreading.append(_Spreading(names, self._version, is_done))
         return is_done, begun
@@ -273,7 +269,7 @@ class ErasureBook:
             self._learn(told, local)
             self.num_applied += 1
 
-    def _learn(self, told: ErasureNotice, local: Future[bool] | None) -> None:
+    def _learn(self, told: ErasureNotice, local: Future[bool]) -> None:
         if told.id in self._shelf.records:
             return
         age_s = told.age_s if told.age_s <= self._retention_s else self._retention_s
@@ -341,7 +337,7 @@ class ErasureBook:
             # A clock that was set back would keep it for ever.
             forget_at = min(note.until_s + offset_s, now + self._retention_s)
             self._version += 1
-            record = _KnownErasure(noted.tenant, noted.keys, forget_at, self._version, None)
+            record = _KnownErasure(noted.tenant, noted.keys, forget_at, self._version, ended(True))
             self._use(noted.namespace).add(note.id, record)
 
     def save(self) -> None:
@@ -351,9 +347,9 @@ class ErasureBook:
             settled = {
                 name: (namespace, record)
                 for name, (namespace, record) in self._unnoted.items()
-                if record.local is None or record.local.done()
+                if record.local.done()
             }
-            failed = {name for name, (_, record) in settled.items() if not record.is_durable}
+            failed = {name for name, (_, record) in settled.items() if not record.local.result()}
             for name in failed:
                 namespace, record = self._unnoted.pop(name)
                 if self._shelves.get(namespace, _Shelf()).records.get(name) is record:
@@ -362,7 +358,7 @@ class ErasureBook:
                 if failed.intersection(each.names):
                     keep(each.is_done, False)
             self._spreading = [each for each in self._spreading if not each.is_done.done()]
-        fresh = {name: each for name, each in settled.items() if each[1].is_durable}
+        fresh = {name: each for name, each in settled.items() if name not in failed}
         offset_s = self._wall_clock() - self._clock()
         notes = [_note(name, *each, offset_s) for name, each in fresh.items()]
         noted = (

@@ -232,6 +232,7 @@ class Follower:
             if before != (True, known.digest):
                 self._mirror.choose()
                 self._agree(each, self._book.known)
+                self._settle()
             if known.num_cut:
                 most = self._mirror.max_pages
                 self._report(each, f"with its pages there are more than {most:,} to be known")

@@ -177,23 +177,22 @@ class PageLender:
         generation: Callable[[], int] = lambda: 0,
     ) -> None:
         self._claim: bytes | None = None
+        self._namespace = _namespace_of(None)
         self._source = PageSource(
             lambda run: self._own.join(run) or submit(run),
+            namespace=lambda: self._namespace,
             max_free_bytes=SETTINGS.max_serving_bytes // 2,
             generation=generation,
         )
-        self._source.namespace = _namespace_of(None)
         self._socket = _LendingSocket(shard)
         try:
             self._server = PageServer(
                 self._source,
-                namespace=self._source.namespace,
+                namespace=self._namespace,
                 endpoint=self._socket.address,
                 settings=SETTINGS,
             )
-            self._own = _OwnLoads(
-                lambda: (self._source.namespace, generation()), self._server.loop.call
-            )
+            self._own = _OwnLoads(lambda: (self._namespace, generation()), self._server.loop.call)
             os.chmod(self._socket.path, 0o600)
         except (TransferError, OSError) as error:
             self._socket.close()
@@ -213,8 +212,8 @@ class PageLender:
     @claim.setter
     def claim(self, claim: bytes | None) -> None:
         self._claim = claim
-        self._source.namespace = _namespace_of(claim)
-        self._server.set_namespace(self._source.namespace)
+        self._namespace = _namespace_of(claim)
+        self._server.set_namespace(self._namespace)
 
     def load(self, run: Run, submit: Callable[[Run], Job]) -> Job:
         """Begin a load of this process, whose pages go to borrowers too that ask for them before

@@ -109,21 +109,20 @@ class PageSource:
         self,
         submit: Callable[[Run], Job],
         *,
+        namespace: Callable[[], bytes],
         max_free_bytes: int,
         find: Callable[[Sequence[bytes]], Sequence[StoredPage | None]] | None = None,
         generation: Callable[[], int] | None = None,
         num_queued: Callable[[], int] = lambda: 0,
-        namespace: Callable[[], bytes] | None = None,
     ) -> None:
         self._submit = submit
+        self._namespace = namespace
         self._find = find
         self._generation = generation
         self._num_queued = num_queued
         self._memory = BufferPool(max_free_bytes)
         self._lock = threading.Lock()
         self._reads: dict[object, _SharedRead] = {}
-        self.namespace = b""
-        self._namespace_now = namespace or (lambda: self.namespace)
 
     @classmethod
     def of_region(cls, region: RegionEngine, *, max_free_bytes: int) -> PageSource:
@@ -146,12 +145,12 @@ class PageSource:
         """See ``PageReader.read``. ``done`` may be called under the store's lock."""
         name: object = object()
         if self._generation is not None:
-            name = (self.namespace, self._generation(), tuple(keys), tuple(lengths))
+            name = (self._namespace(), self._generation(), tuple(keys), tuple(lengths))
         with self._lock:
             read = self._reads.get(name)
             is_first = read is None
             if read is None:
-                read = _SharedRead(self._namespace_now, len(keys), partial(self._released, name))
+                read = _SharedRead(self._namespace, len(keys), partial(self._released, name))
                 self._reads[name] = read
             read.num_readers += 1
             is_over = read.waiting is None

@@ -189,7 +189,9 @@ def test_a_read_that_fails_keeps_nobody_waiting() -> None:
         raise RuntimeError("no memory")
 
     found: list[Any] = []
-    source = PageSource(fail, max_free_bytes=1 << 20, generation=lambda: 0)
+    source = PageSource(
+        fail, namespace=lambda: NAMESPACE, max_free_bytes=1 << 20, generation=lambda: 0
+    )
     with pytest.raises(RuntimeError, match="no memory"):
         source.read([b"k" * 32], [100], found.append)
     assert [pages.places for pages in found] == [[None], [None]]
