@@ -62,12 +62,11 @@ class Holdings:
             self._version, self._pages = version, pages
             if not len(added) and not len(removed):
                 return False
-            step = MAX_FINGERPRINTS
+            step = max(MAX_FINGERPRINTS // 2, 1)  # of each
             for at in range(0, max(len(added), len(removed)), step):
-                for change in _split(added[at : at + step], removed[at : at + step]):
-                    self._log.append(change)
-                    self._log_size += len(change[0]) + len(change[1])
-                    self.sequence += 1
+                self._log.append((added[at : at + step], removed[at : at + step]))
+                self.sequence += 1
+            self._log_size += len(added) + len(removed)
             while self._log_size > max(_MIN_LOG, len(pages)):
                 gone = self._log.popleft()
                 self._log_size -= len(gone[0]) + len(gone[1])
@@ -115,10 +114,3 @@ def _changed(before: Fingerprints, pages: Fingerprints) -> tuple[Fingerprints, F
     at[at == len(before)] = 0
     is_gone = before[at] == changed if len(before) else np.zeros(len(changed), np.bool_)
     return changed[~is_gone], changed[is_gone]
-
-
-def _split(added: Fingerprints, removed: Fingerprints) -> list[tuple[Fingerprints, Fingerprints]]:
-    """Split a change that is too large into one of pages that came and one of pages that went."""
-    if len(added) + len(removed) <= MAX_FINGERPRINTS:
-        return [(added, removed)]
-    return [(added, _NONE), (_NONE, removed)]

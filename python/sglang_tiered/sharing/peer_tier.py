@@ -130,7 +130,6 @@ class PeerTier(TierEngine):
             keys = load_keys(Path(settings.keys_directory), PEER)
         pages = PageSettings(connect_timeout_s=1.0)
         self._host = settings.listen_host
-        self._namespace = namespace
         self._closed = False
         self._lock = threading.Lock()
         self._sync = PeerSync(
@@ -227,7 +226,7 @@ class PeerTier(TierEngine):
     # ---- Loads ----
 
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
-        return self._loader.submit(run, self._namespace, deadline_s=deadline_s)
+        return self._loader.submit(run, self._sync.namespace, deadline_s=deadline_s)
 
     # ---- Others ----
 
@@ -277,7 +276,6 @@ class PeerTier(TierEngine):
         """As the contract says; pages of the old namespace are no longer served either."""
         self._sync.set_namespace(namespace)
         self._server.set_namespace(namespace)
-        self._namespace = namespace
 
     def close(self) -> None:
         """End every job, leave the others, stop serving. Idempotent."""
