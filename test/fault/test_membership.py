@@ -13,8 +13,7 @@ from redis_server import RedisServer
 from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.checksummed import seal
-from sglang_tiered.sharing.addresses import Role, Serving
-from sglang_tiered.sharing.index_url import parse_index_url
+from sglang_tiered.sharing.addresses import Role, Serving, parse_index_url
 from sglang_tiered.sharing.membership import (
     VERSION,
     Membership,

@@ -21,8 +21,14 @@ from redis import exceptions
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.errors import TransferError
-from sglang_tiered.sharing.addresses import Role, Serving, is_serving, resolve
-from sglang_tiered.sharing.index_url import IndexUrl, parse_index_url
+from sglang_tiered.sharing.addresses import (
+    IndexUrl,
+    Role,
+    Serving,
+    is_serving,
+    parse_index_url,
+    resolve,
+)
 from sglang_tiered.sharing.pages.link import check_address
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.wire.sockets import endpoint_of
