@@ -87,7 +87,7 @@ class HostMemory:
 
 class MemoryPages:
     def __init__(self, memory: Any, places: Sequence[Place | None]) -> None:
-        self.data, self.is_outage = memoryview(memory), False
+        self.data = memoryview(memory)
         self.places = places
 
     def release(self) -> None: ...

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-import threading
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -22,6 +21,8 @@ from peer_bench.pages import (
 from sglang_tiered.integration.cpu.processes import keep_freed_memory
 from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.sharing.pages.landing import PageOutcome
+from sglang_tiered.storage.base import Job, JobKind, Reason
+from sglang_tiered.storage.jobs import LoadPart, SplitLoad
 from sglang_tiered.wire.keys import PEER, load_keys
 from storage_bench.figures import DifferentBytesError
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
+    from sglang_tiered.sharing.pages.landing import PageFetch
     from sglang_tiered.storage.base import Run
 
 __all__ = [
@@ -123,17 +125,26 @@ class Both:
     def _fetch(self, side: str) -> None:
         client, port = self._clients[side]
         run: Run = self.target
-        ended = threading.Event()
-        fetch = client.fetch(
-            f"tcp://127.0.0.1:{port}",
-            NAMESPACE,
-            run.keys,
-            run.pages,
-            deadline_s=TIMEOUT_S,
-            done=lambda _: ended.set(),
-        )
-        ended.wait(TIMEOUT_S)
-        if set(fetch.outcomes) != {PageOutcome.OK}:
+        job = Job(JobKind.LOAD, run)
+
+        def read(part: LoadPart[str], left_s: float | None) -> None:
+            def done(fetch: PageFetch) -> None:
+                is_whole = set(fetch.outcomes) == {PageOutcome.OK}
+                part.load.end(part, [Reason.OK if is_whole else Reason.MISS] * part.run.num_pages)
+
+            keys, pages = part.run.keys, part.run.pages
+            client.fetch(part.holder, NAMESPACE, keys, pages, deadline_s=TIMEOUT_S, done=done)
+
+        SplitLoad(
+            job,
+            time.perf_counter,
+            None,
+            lambda keys, failed: [None if failed else f"tcp://127.0.0.1:{port}"] * len(keys),
+            read,
+            lambda _: None,
+            most_bytes=client.request_bytes,
+        ).begin()
+        if not (job.wait(TIMEOUT_S) and all(job.ok)):
             raise DifferentBytesError(f"{side} did not bring every page")
 
 

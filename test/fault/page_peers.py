@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import zmq
@@ -17,6 +19,8 @@ from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
 from sglang_tiered.sharing.pages.server import PageServer, Place
 from sglang_tiered.sharing.settings import PageSettings
+from sglang_tiered.storage.base import Job, JobKind, Reason, Run
+from sglang_tiered.storage.jobs import LoadPart, SplitLoad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +46,6 @@ class ReadBytes:
 
     def __init__(self, reader: DictReader, data: bytearray, places: list[Place | None]) -> None:
         self._reader = reader
-        self.is_outage = False
         self.data = memoryview(data)
         self.places: Sequence[Place | None] = places
         reader.held_bytes += len(data)
@@ -136,22 +139,36 @@ class Wanted:
         self.buffers = {key: bytearray([UNTOUCHED]) * len(page) for key, page in pages.items()}
         self.ended = threading.Event()
         self.at_end: list[bytes] = []
-        self.fetch = client.fetch(
-            f"tcp://{HOST}:{port}",
-            namespace,
-            list(pages),
-            [_segments(memoryview(buffer), cuts) for buffer in self.buffers.values()],
-            done=self._done,
-            **options,
-        )
+        self.outcomes: dict[bytes, PageOutcome] = {}
+        cut = [_segments(memoryview(buffer), cuts) for buffer in self.buffers.values()]
+        job = Job(JobKind.LOAD, Run(tuple(pages), tuple(cut)))
 
-    def _done(self, _: PageFetch) -> None:
+        def read(part: LoadPart[int], left_s: float | None) -> None:
+            done = partial(self._done, part)
+            address, run = f"tcp://{HOST}:{port}", part.run
+            client.fetch(address, namespace, run.keys, run.pages, done=done, **options)
+
+        SplitLoad(
+            job,
+            time.monotonic,
+            None,
+            lambda keys, failed: [None if failed else port] * len(keys),
+            read,
+            self._over,
+            most_bytes=client.request_bytes,
+        ).begin()
+
+    def _done(self, part: LoadPart[int], fetch: PageFetch) -> None:
+        self.outcomes.update(zip(fetch.keys, fetch.outcomes, strict=True))
+        part.load.end(part, [Reason.OK] * len(fetch.keys))
+
+    def _over(self, _: Job) -> None:
         self.at_end = [bytes(buffer) for buffer in self.buffers.values()]
         self.ended.set()
 
     def wait(self) -> list[PageOutcome]:
         assert self.ended.wait(DEADLINE_S), "the fetch did not end"
-        return self.fetch.outcomes
+        return [self.outcomes[key] for key in self.pages]
 
     @property
     def is_right(self) -> bool:

@@ -44,11 +44,11 @@ def quick(roster: list[Target], **changes: Any) -> PeerSettings:
 
 def know_each_other(*syncs: PeerSync) -> None:
     """Wait until each has heard all that those it follows have to tell, these among them."""
-    servers = {sync.server: sync for sync in syncs}
+    servers = {sync.server.hex(): sync for sync in syncs}
     eventually(lambda: all(_has_heard(sync, servers) for sync in syncs))
 
 
-def _has_heard(sync: PeerSync, servers: dict[bytes, PeerSync]) -> bool:
+def _has_heard(sync: PeerSync, servers: dict[str, PeerSync]) -> bool:
     holdings, discovery, followed = sync.holdings, sync.discovery, sync.follower._all()
     targets = {f"{target.host}:{target.port}" for target in discovery._targets}
     found = {address for addresses in discovery._known.values() for address in addresses}
@@ -57,7 +57,9 @@ def _has_heard(sync: PeerSync, servers: dict[bytes, PeerSync]) -> bool:
         and sync.digest == sync.book.noted_digest
         and targets == discovery._known.keys() | discovery._troubles.keys()
         and found == {each.address for each in followed if each.is_named}
-        and all(_is_heard(each, servers.get(each.server)) for each in followed)
+        and all(
+            _is_heard(each, each.known and servers.get(each.known.peer.server)) for each in followed
+        )
     )
 
 

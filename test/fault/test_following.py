@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -62,6 +63,21 @@ def test_a_hanging_server_is_gone_within_its_expiry(servers: Servers) -> None:
         assert "has said nothing" in one.sync.trouble or "closed" in one.sync.trouble
         other.thaw()
         eventually(lambda: one.finds_at(149) == name)
+
+
+def test_nothing_is_found_in_another_namespace(servers: Servers) -> None:
+    """At once, whatever was heard by then, and though the other follows later, or never."""
+    one, two = servers.open([1]), servers.open([2])
+    for namespace in (OTHER, NAMESPACE, OTHER):
+        servers.know_each_other()
+        assert one.finds(2) == two.finds(1) == [True]
+        one.set_namespace(namespace)
+        assert one.finds(2) == [False]
+        servers.know_each_other()
+        assert one.finds(2) == two.finds(1) == [False]
+        two.set_namespace(namespace)
+        assert two.finds(1) == [False]
+        eventually(lambda: one.finds(2) == two.finds(1) == [True])
 
 
 ID, NOBODY = b"s" * 16, bytes(16)
@@ -244,3 +260,15 @@ def test_a_picker_knows_no_pages_of_others(servers: Servers, picker: events.Page
     of_keyed, _ = followed(picker, one, keyed=True)
     eventually(lambda: held(range(1, 100)) == 99 and of_changed(range(1, 100)) == 0)
     assert of_keyed(range(1, 100)) == 0
+
+
+def test_a_picker_closes_however_busy(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its table may grow for longer than it waits. What is left ends by itself."""
+    monkeypatch.setattr(events, "STOP_S", 0.05)
+    picker, let_go = events.PageFollower(), threading.Event()
+    followed(picker, servers.open(range(1, 100), listed=False))
+    assert picker._loop is not None
+    picker._loop.call_soon_threadsafe(let_go.wait, 60.0)
+    picker.close()
+    let_go.set()
+    eventually(lambda: not picker._thread.is_alive() and picker._context.closed)

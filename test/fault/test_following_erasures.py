@@ -6,12 +6,14 @@ from __future__ import annotations
 import socket
 import threading
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 from peer_servers import Server, Servers
 
 from kit.waiting import eventually
 from sglang_tiered.sharing.addresses import Target
+from sglang_tiered.sharing.following import Follower
 from sglang_tiered.sharing.pages.messages import MAX_ERASED_KEYS
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.storage.base import Erasure
@@ -112,7 +114,6 @@ def test_what_is_too_old_here_separates_nobody(servers: Servers) -> None:
     assert is_true(one.erase(Erasure(tenant=TENANT)), 20.0)
     with one.sync.book._lock:
         one.sync.book._shelf.drop(next(iter(one.sync.book._shelf.records)))
-    one.sync.follower.compare()
     one.pages.tell()
     assert one.sync.book.digest != two.sync.book.digest
     eventually(lambda: one.finds(2) == two.finds(1) == [True])
@@ -132,7 +133,7 @@ def test_a_server_named_no_more_counts_while_alive(servers: Servers) -> None:
     two.close()
     eventually(lambda: not any(each.is_live for each in follower._all()))
     for each in follower._all():
-        each.lost_at -= 60.0
+        each.heard_at -= 60.0
     eventually(lambda: not follower._all())
 
 
@@ -145,10 +146,9 @@ def test_a_broken_connection_ends_no_erasure(servers: Servers) -> None:
     done = one.erase(Erasure(tenant=TENANT))
     eventually(lambda: two.purged == [TENANT])
     (link,) = [each for each in follower._all() if each.is_live]
-    follower._loop.call(follower._lose, link, "it reset the connection")
+    follower._loop.call(link.link.lose, "it reset the connection")
     eventually(lambda: link.link is None)
     again = one.erase(Erasure(tenant=ANOTHER))
-    follower.settle()
     eventually(lambda: link.is_live)
     assert not done.done() and not again.done()
     gate.set()
@@ -195,6 +195,43 @@ def test_an_erasure_is_durable_everywhere_before_done(servers: Servers) -> None:
     assert is_true(done, 20.0)
     assert len(two.purged) == 3
     eventually(lambda: one.finds(2) == two.finds(1) == [True])
+
+
+def test_many_erasures_are_compared_together(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look at every server for each of them takes the thread that serves pages."""
+    one, _ = servers.open([1]), servers.open([2])
+    servers.know_each_other()
+    looks, look = [], Follower._agree
+
+    def counted(follower: Follower, *about: Any) -> None:
+        looks.append(follower)
+        look(follower, *about)
+
+    monkeypatch.setattr(Follower, "_agree", counted)
+    done = [one.erase(Erasure(tenant=bytes([n % 256, n // 256]) * 8)) for n in range(1000)]
+    assert all(is_true(each, 60.0) for each in done)
+    assert looks.count(one.sync.follower) < 500
+
+
+def test_nothing_is_taken_while_it_is_erased(servers: Servers) -> None:
+    """From who does not know of it yet, as a page of the tenant would come back."""
+    one, two, three = (servers.open([number]) for number in (1, 2, 3))
+    servers.know_each_other()
+    three.refuses = True
+    found = []
+
+    def erase(what: Erasure) -> Future[bool]:
+        found.extend(two.finds(3))
+        return ended(True)
+
+    two.erase_store = erase
+    done = one.erase(Erasure(tenant=TENANT))
+    eventually(lambda: two.purged == [TENANT])
+    assert found == [False]
+    three.refuses = False
+    assert is_true(done, 20.0)
 
 
 def test_no_erased_page_is_listed_once_digests_agree(servers: Servers) -> None:

@@ -13,8 +13,7 @@ from redis_server import RedisServer
 from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.checksummed import seal
-from sglang_tiered.sharing.addresses import Role, Serving
-from sglang_tiered.sharing.index_url import parse_index_url
+from sglang_tiered.sharing.addresses import Role, Serving, parse_index_url
 from sglang_tiered.sharing.membership import (
     VERSION,
     Membership,
@@ -164,10 +163,25 @@ def test_reader_names_nobody_and_reads_all(
         joined.exchange()
     join(3).exchange()  # serves nobody
     client = redis_server.client
-    client.set("sgt2:{00}:server:x", b"of somebody else")
+    client.set("text", b"of somebody else")
+    client.rpush("list", b"of somebody else")
+    client.sadd("sgt2:routed", "text", "list", "none")
     before = sorted(client.keys())
+    client.config_resetstat()
     assert sorted(read_servings(redis_server.url, 1.0)) == [one, two]
     assert sorted(client.keys()) == before
+    assert "cmdstat_scan" not in client.info("commandstats"), "it walks what others keep there"
     redis_server.kill()
     with pytest.raises(MembershipFailure, match="no connection"):
         read_servings(redis_server.url, 1.0)
+
+
+def test_dead_servers_do_not_gather_for_routers(
+    join: Callable[..., Membership], redis_server: RedisServer
+) -> None:
+    """Also those of whose namespace nobody is left."""
+    client = redis_server.client
+    client.sadd("sgt2:routed", *(f"sgt2:{{{number}}}:server:x" for number in range(5)))
+    one = join(9)
+    one.serve(lambda _: Serving("http://127.0.0.1:30009", Role.AGGREGATED, 0))
+    eventually(lambda: one.exchange() and client.scard("sgt2:routed") == 1)

@@ -67,8 +67,7 @@ def test_only_redis_rooms_need_an_extra(without_them: Any) -> None:
     failed = dict(without_them[0])
     # Imported where SGLang takes FlashAttention, which is of its kernels for GPUs.
     assert failed.pop("sglang_tiered.integration.attention.pod_flash", "sgl_kernel") == "sgl_kernel"
-    redis_only = {"sglang_tiered.sharing.index_url", "sglang_tiered.sharing.membership"}
-    assert set(failed) == redis_only
+    assert set(failed) == {"sglang_tiered.sharing.membership"}
     assert set(failed.values()) == {"redis"}
 
 

@@ -222,8 +222,10 @@ class PageFollower:
         """Follow a server until the future is cancelled. The slot of its ``known`` is
         its bit."""
         if self._loop is None:
-            self._loop, self._context = asyncio.SelectorEventLoop(), zmq.asyncio.Context()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="pages")
+            self._context = zmq.asyncio.Context()
+            self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
+            self._loop = self._runner.get_loop()
+            self._thread = threading.Thread(target=self._run, name="pages", daemon=True)
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(self._keep(replica), self._loop)
 
@@ -237,19 +239,15 @@ class PageFollower:
     def close(self) -> None:
         """End the thread."""
         if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(STOP_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_S)
-            self._context.destroy(linger=0)
-            self._loop.close()
 
     # ---- Its thread ----
 
-    async def _end(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+    def _run(self) -> None:
+        with self._runner:  # which ends what is under way
+            self._runner.get_loop().run_forever()
+        self._context.destroy(linger=0)
 
     async def _keep(self, replica: Followed) -> None:
         known = self._mirror.join(Peer(secrets.token_hex(), ""))
@@ -290,7 +288,7 @@ class PageFollower:
                     raise TransferError("it has another model, or other settings or weights")
                 position.hear(message)
                 position.take(known, message, frames[2:])
-                if known.is_cut:
+                if known.num_cut:
                     self._report(replica, f"there are more than {MAX_PAGES:,} pages")
                 elif known.is_loaded:
                     self._told.pop(replica.url, None)

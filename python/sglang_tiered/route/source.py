@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
-from sglang_tiered.sharing.addresses import resolve
+from sglang_tiered.sharing.addresses import parse_index_url, resolve
 
 __all__ = ["Source"]
 
@@ -32,8 +32,6 @@ class Source:
         self._shown, self.is_redis = text, text.partition("://")[0] in REDIS
         if self.is_redis:
             require("--servers redis://", "redis")
-            from sglang_tiered.sharing.index_url import parse_index_url
-
             self._shown = parse_index_url(text).shown  # without a password
         elif self._name is None and "://" in text:
             raise ConfigError(

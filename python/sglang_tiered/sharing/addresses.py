@@ -1,5 +1,5 @@
-"""Addresses of servers: as a user writes them, as ZeroMQ takes them, and where requests are
-answered, as routers are told through a Redis (``membership``)."""
+"""Addresses: of servers as a user writes them, as ZeroMQ takes them, and where requests are
+answered, as routers are told through a Redis (``membership``); and of that Redis."""
 
 from __future__ import annotations
 
@@ -7,16 +7,28 @@ import enum
 import ipaddress
 import re
 import socket
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_tiered.errors import ConfigError
 
-__all__ = ["Role", "Serving", "Target", "is_serving", "parse_targets", "resolve"]
+if TYPE_CHECKING:
+    from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+
+__all__ = [
+    "IndexUrl",
+    "Role",
+    "Serving",
+    "Target",
+    "is_serving",
+    "parse_index_url",
+    "parse_targets",
+    "resolve",
+]
 
 _TARGET = re.compile(r"(?:dns://)?(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})")
 
 
-_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+_SERVING = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 
 
 class Target(NamedTuple):
@@ -68,7 +80,7 @@ class Serving(NamedTuple):
 
 def is_serving(serving: Serving) -> bool:
     """Whether others would accept it."""
-    match = _URL.fullmatch(serving.url)
+    match = _SERVING.fullmatch(serving.url)
     return (
         match is not None
         and len(serving.url) <= 255
@@ -76,3 +88,53 @@ def is_serving(serving: Serving) -> bool:
         and 0 <= serving.rank < 1 << 32
         and 0 <= serving.bootstrap_port < 1 << 16
     )
+
+
+_TLS = "(?:ssl_(?:ca_certs|certfile|keyfile|cert_reqs|check_hostname)=[^&#]*&?)*"
+_HOST = r"(?:[^/?#]*@)?(?:\[[0-9A-Fa-f:.]+\]|[^:@/?#\[\]]+)(?::0*[1-9]\d{0,4})?(?:/\d*)?"
+_INDEX = re.compile(
+    rf"redis://{_HOST}|rediss://{_HOST}(?:\?{_TLS})?|unix://(?:[^/?#]*@)?/[^?#]+(?:\?db=\d+)?"
+)
+"""Nothing else: redis-py passes over what it does not understand."""
+
+
+class IndexUrl(NamedTuple):
+    """Where the index is. ``options`` are for the constructor of ``kind``, user and password among
+    them; ``shown`` has neither."""
+
+    shown: str
+    kind: type[Connection | SSLConnection | UnixDomainSocketConnection]
+    options: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return f"IndexUrl({self.shown})"
+
+
+def parse_index_url(text: str) -> IndexUrl:
+    """``redis://[[user]:password@]host[:port][/db]``, ``rediss://`` for TLS, or
+    ``unix://[[user]:password@]/path[?db=0]``. Raises ``ConfigError``, one sentence that repeats
+    nothing of the text, as any of it might be a password."""
+    # Imported late: without a Redis its client, an extra, is not needed.
+    from redis import RedisError
+    from redis.connection import Connection, parse_url
+
+    usable = _INDEX.fullmatch(text) is not None
+    try:
+        options = parse_url(text) if usable else {}  # type: ignore[no-untyped-call]
+        kind = options.pop("connection_class", Connection)
+        kind(**options)  # connects to nothing, and refuses values that it does not know
+    except (ValueError, TypeError, RedisError):
+        usable = False
+    if not usable:  # raised here, where no error is at hand whose text would be shown with it
+        raise ConfigError(
+            "the URL of the Redis (--tier-index, --servers of a front) cannot be used; write redis://"
+            "[[user]:password@]host[:port][/db], the same with rediss:// for TLS (it takes "
+            "?ssl_ca_certs=, ssl_certfile=, ssl_keyfile=, ssl_cert_reqs=, ssl_check_hostname=), or "
+            "unix://[[user]:password@]/path[?db=0], and %23 for a # of the password."
+        )
+    scheme = text.partition("://")[0]
+    if scheme == "unix":
+        return IndexUrl(f"unix://{options['path']}", kind, options)
+    options = {"port": 6379, "db": 0, **options}
+    host = f"[{options['host']}]" if ":" in options["host"] else options["host"]
+    return IndexUrl(f"{scheme}://{host}:{options['port']}/{options['db']}", kind, options)

@@ -71,12 +71,7 @@ class _KnownErasure:
     keys: bytes | None
     forget_at: float  # of the book's clock
     version: int
-    local: Future[bool] | None  # true once it is durable here; None: it is
-    is_noted: bool = False
-
-    @property
-    def is_durable(self) -> bool:
-        return self.local is None or (self.local.done() and self.local.result())
+    local: Future[bool]  # true once it is durable here
 
 
 @dataclass(eq=False, slots=True)
@@ -86,7 +81,6 @@ class _Shelf:
     records: dict[bytes, _KnownErasure] = field(default_factory=dict)
     dropped: dict[bytes, None] = field(default_factory=dict)  # short ids
     sum: int = 0
-    noted: int = 0  # the same of those that outlast a restart
     keys_bytes: int = 0
     num_forgets: int = 0
 
@@ -97,11 +91,6 @@ class _Shelf:
             self.drop(next(n for n, each in self.records.items() if each.keys is not None))
         while len(self.records) - self.num_forgets > MAX_PURGES:
             self.drop(next(n for n, each in self.records.items() if each.keys is None))
-
-    def note(self, name: bytes) -> None:
-        """Count a record as one that outlasts a restart, if it is here."""
-        if name in self.records:
-            self.noted ^= xxhash.xxh3_128_intdigest(name)
 
     def drop(self, name: bytes) -> None:
         self.withdraw(name)
@@ -115,8 +104,6 @@ class _Shelf:
 
     def _count(self, name: bytes, record: _KnownErasure, sign: int) -> None:
         self.sum ^= xxhash.xxh3_128_intdigest(name)
-        if record.is_noted:
-            self.noted ^= xxhash.xxh3_128_intdigest(name)
         if record.keys is not None:
             self.keys_bytes += sign * len(record.keys)
             self.num_forgets += sign
@@ -184,7 +171,15 @@ class ErasureBook:
     @property
     def noted_digest(self) -> bytes:
         """The same of those that are durable and noted: what others are told."""
-        return self._shelf.noted.to_bytes(ID_BYTES, "little")
+        with self._lock:
+            return self._noted_digest()
+
+    def _noted_digest(self) -> bytes:
+        noted = self._shelf.sum
+        for name, (_, record) in self._unnoted.items():
+            if self._shelf.records.get(name) is record:
+                noted ^= xxhash.xxh3_128_intdigest(name)
+        return noted.to_bytes(ID_BYTES, "little")
 
     def __len__(self) -> int:
         return len(self._shelf.records)
@@ -209,27 +204,17 @@ class ErasureBook:
             shelf = self._shelf
             unnoted = (name[:SHORT_ID_BYTES] for name in self._unnoted if name in shelf.records)
             lacking |= theirs.intersection(unnoted)
-            digest = self.noted_digest
+            digest = self._noted_digest()
         return digest, self._pack(lacked), b"".join(lacking)
 
-    def take(self, ids: bytes) -> list[ErasureNotice]:
-        """Return the erasures of these short ids, oldest first, as many as one message takes."""
-        return self._pack(self._named(ids))
-
-    def version_without(self, ids: bytes) -> int:
-        """Return the version up to which another server knows all, if these short ids are what it
-        lacks."""
-        lacks = self._named(ids)
-        with self._lock:
-            record = next((self._shelf.records[n] for n in lacks if n in self._shelf.records), None)
-            return self._version if record is None else record.version - 1
-
-    def _named(self, ids: bytes) -> list[bytes]:
-        """Return the names of what is known by these short ids, oldest first. What is known may be
+    def lacked(self, ids: bytes) -> tuple[list[ErasureNotice], int]:
+        """Return the erasures of these short ids, which another server lacks, oldest first and as
+        many as one message takes; and the version up to which it knows all. What is known may be
         much, so it is looked through without the lock, and not for nothing."""
-        wanted = set(_short(ids))
-        known = self._shelf.records.copy() if wanted else ()
-        return [name for name in known if name[:SHORT_ID_BYTES] in wanted]
+        wanted, version = set(_short(ids)), self._version
+        known = self._shelf.records.copy() if wanted else {}
+        names = [name for name in known if name[:SHORT_ID_BYTES] in wanted]
+        return self._pack(names), known[names[0]].version - 1 if names else version
 
     def unknown(self, erasures: Iterable[ErasureNotice]) -> list[ErasureNotice]:
         """Return those that were not applied here, each once."""
@@ -263,40 +248,36 @@ class ErasureBook:
         here. Returns what others are to be told, and a future. It is true once that is durable and
         noted and every server that lives has applied it (``settle``); false when the namespace
         changes or the book is closed before."""
-        pieces = {
-            each.id: None if each.keys is None else b"".join(each.keys) for each in what.pieces
-        }
+        begun = [
+            ErasureNotice(
+                each.id, 0.0, each.tenant, None if each.keys is None else b"".join(each.keys)
+            )
+            for each in what.pieces
+        ]
         is_done = self._promises.make()
         with self._lock:
-            for name, keys in pieces.items():
-                self._learn(name, what.tenant, keys, 0.0, local)
-            self._spreading.append(_Spreading(tuple(pieces), self._version, is_done))
-        begun = [ErasureNotice(name, 0.0, what.tenant, keys) for name, keys in pieces.items()]
+            for each in begun:
+                self._learn(each, local or ended(True))
+            names = tuple(each.id for each in begun)
+            self._spreading.append(_Spreading(names, self._version, is_done))
         return is_done, begun
 
     def learn(self, told: ErasureNotice, local: Future[bool]) -> None:
-        """Note that what another server told is hidden here; ``local`` is true once it is
+        """Note what another server told, before it is hidden here; ``local`` is true once that is
         durable."""
         with self._lock:
-            self._learn(told.id, told.tenant, told.keys, told.age_s, local)
+            self._learn(told, local)
             self.num_applied += 1
 
-    def _learn(
-        self,
-        name: bytes,
-        tenant: bytes | None,
-        keys: bytes | None,
-        age_s: float,
-        local: Future[bool] | None,
-    ) -> None:
-        if name in self._shelf.records:
+    def _learn(self, told: ErasureNotice, local: Future[bool]) -> None:
+        if told.id in self._shelf.records:
             return
-        age_s = age_s if age_s <= self._retention_s else self._retention_s
+        age_s = told.age_s if told.age_s <= self._retention_s else self._retention_s
         forget_at = self._clock() + self._retention_s - age_s
         self._version += 1
-        record = _KnownErasure(tenant, keys, forget_at, self._version, local)
-        self._shelf.add(name, record)
-        self._unnoted[name] = (self._namespace, record)
+        record = _KnownErasure(told.tenant, told.keys, forget_at, self._version, local)
+        self._shelf.add(told.id, record)
+        self._unnoted[told.id] = (self._namespace, record)
 
     def settle(self, version: int | None) -> None:
         """End what has spread: every server that lives has applied all up to ``version``; None:
@@ -314,8 +295,7 @@ class ErasureBook:
                     self._shelf.drop(name)
             left = []
             for each in self._spreading:
-                begun = [records[name] for name in each.names if name in records]
-                if all(r.is_noted for r in begun) and each.version <= reached:
+                if each.version <= reached and self._unnoted.keys().isdisjoint(each.names):
                     keep(each.is_done, True)
                     self.num_told += 1
                 else:
@@ -357,7 +337,7 @@ class ErasureBook:
             # A clock that was set back would keep it for ever.
             forget_at = min(note.until_s + offset_s, now + self._retention_s)
             self._version += 1
-            record = _KnownErasure(noted.tenant, noted.keys, forget_at, self._version, None, True)
+            record = _KnownErasure(noted.tenant, noted.keys, forget_at, self._version, ended(True))
             self._use(noted.namespace).add(note.id, record)
 
     def save(self) -> None:
@@ -367,9 +347,9 @@ class ErasureBook:
             settled = {
                 name: (namespace, record)
                 for name, (namespace, record) in self._unnoted.items()
-                if record.local is None or record.local.done()
+                if record.local.done()
             }
-            failed = {name for name, (_, record) in settled.items() if not record.is_durable}
+            failed = {name for name, (_, record) in settled.items() if not record.local.result()}
             for name in failed:
                 namespace, record = self._unnoted.pop(name)
                 if self._shelves.get(namespace, _Shelf()).records.get(name) is record:
@@ -378,7 +358,7 @@ class ErasureBook:
                 if failed.intersection(each.names):
                     keep(each.is_done, False)
             self._spreading = [each for each in self._spreading if not each.is_done.done()]
-        fresh = {name: each for name, each in settled.items() if each[1].is_durable}
+        fresh = {name: each for name, each in settled.items() if name not in failed}
         offset_s = self._wall_clock() - self._clock()
         notes = [_note(name, *each, offset_s) for name, each in fresh.items()]
         noted = (
@@ -387,10 +367,7 @@ class ErasureBook:
         if not is_true(noted, _NOTE_WAIT_S):
             return
         with self._lock:
-            for name, (namespace, record) in fresh.items():
-                if namespace in self._shelves and not record.is_noted:
-                    self._shelves[namespace].note(name)
-                record.is_noted = True
+            for name in fresh:
                 self._unnoted.pop(name, None)
 
     def check_integrity(self) -> None:

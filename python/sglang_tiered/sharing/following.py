@@ -7,7 +7,8 @@ time (``Follow``) and answers when there is something to say.
     resting --connect--> asking --first answer--> live --silence, loss, breach--> resting
 
 Where digests of erasures differ, both sides say what they know (``Compare``), and teach each other
-the difference. What begins here is told at once.
+the difference. What begins here is told at once. Who agrees by now, and what has spread, is looked
+at with every tick, whatever was heard meanwhile.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.mirror import Peer
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.link import PageLink
-from sglang_tiered.sharing.pages.messages import ID_BYTES, MAX_FOLLOW_FRAME_BYTES
+from sglang_tiered.sharing.pages.messages import MAX_FOLLOW_FRAME_BYTES
 from sglang_tiered.sharing.position import Position
 from sglang_tiered.storage.backoff import Backoff, OnceLog
-from sglang_tiered.wire.sockets import printable, received
+from sglang_tiered.wire.sockets import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from sglang_tiered.sharing.erasures import ErasureBook, Known
     from sglang_tiered.sharing.mirror import Mirror, MirroredPeer
-    from sglang_tiered.sharing.pages.messages import Changes, ErasureNotice, Erasures
+    from sglang_tiered.sharing.pages.messages import Changes, ErasureNotice, Erasures, FromServer
     from sglang_tiered.sharing.pages.server import PageServer
     from sglang_tiered.sharing.settings import PageSettings
     from sglang_tiered.wire.keys import Keys
@@ -40,13 +42,12 @@ __all__ = ["Follower"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_MESSAGES = 16  # of one server at a time
 _FIRST_RETRY_S = 0.1
 _LAST_RETRY_S = 5.0
 _ASIDE_S = 30.0  # an address that leads to this server, or to one that is known, is asked again
 _COMPARE_S = 1.0  # what was told meanwhile needs no comparison
 _TEACH = 8  # erasures of a message, with 1,024 keys each
-_NOBODY = bytes(ID_BYTES)
+_DIFFERS = "its erasures are not yet those of this server"
 
 
 @dataclass(eq=False, slots=True)
@@ -57,17 +58,14 @@ class _FollowedAddress:
     backoff: Backoff
     position: Position
     is_named: bool = True  # else it is followed for as long as it answers
-    has_answered: bool = False  # over this link
     link: PageLink | None = None
     aside_until: float = 0.0
-    lost_at: float = 0.0
+    heard_at: float = 0.0
     trouble: str = ""
-    server: bytes = _NOBODY
     known: MirroredPeer | None = None
     version: int = -1  # of the book: it has applied all up to here
     comparing: Known | None = None
-    compare_at: float = 0.0
-    is_teaching: bool = False  # what it told is being applied
+    compare_at: float = 0.0  # not before
 
     @property
     def is_live(self) -> bool:
@@ -75,8 +73,8 @@ class _FollowedAddress:
 
 
 class Follower:
-    """``heard`` takes erasures that other servers told, to be applied; then call ``compare``. Calls
-    come from any thread and never block."""
+    """``heard`` takes erasures that other servers told, to be applied. Calls come from any thread
+    and never block."""
 
     def __init__(
         self,
@@ -123,22 +121,16 @@ class Follower:
         """Tell others what has just begun here."""
         self._loop.call(self._tell, begun)
 
-    def compare(self) -> None:
-        """Look again who has applied the same erasures: some were applied here."""
-        self._loop.call(self._applied)
-
-    def settle(self) -> None:
-        """See whose erasures have spread to everybody."""
-        self._loop.call(self._settle)
-
-    def set_namespace(self, namespace: bytes) -> None:
-        self._mirror.hide()
-        self._loop.call(self._begin_namespace, namespace)
+    def set_namespace(self, namespace: bytes, mirror: Mirror) -> None:
+        """Follow servers of another namespace from now on, and keep what they hold in a mirror of
+        its own. What is still heard of the one before goes to the one before."""
+        self._loop.call(self._begin_namespace, namespace, mirror)
 
     @property
-    def troubles(self) -> dict[str, str]:
-        """Why nothing is found at an address, as one clause each."""
-        return {each.address: each.trouble for each in self._all() if each.trouble}
+    def trouble(self) -> str:
+        """Why nothing is found at some address, as one clause; empty where all is well."""
+        said = (f"{each.address}: {each.trouble}" for each in self._all() if each.trouble)
+        return next(said, "")
 
     def _all(self) -> list[_FollowedAddress]:
         return list(self._followed.values())
@@ -162,87 +154,69 @@ class Follower:
         self._tick(0.0)
 
     def _tick(self, _: float) -> None:
-        now = self._clock()
+        now, ours = self._clock(), self._book.known
         for each in self._all():
-            link = each.link
-            if link is None:
-                if each.known is not None and now - each.lost_at > self._silence_s:
-                    self._drop(each)
-                if not each.is_named:
-                    if each.known is None:
-                        self._end(each)
-                elif each.backoff.is_over and each.aside_until <= now and not self._is_closed:
-                    self._connect(each, now)
-            elif not link.is_open and now - link.opened_at > self._settings.connect_timeout_s:
-                self._lose(each, "it does not answer")
-            elif now - link.last_heard > self._silence_s:
-                self._lose(each, f"it has said nothing for {self._silence_s:g} s")
-            elif each.comparing is not None and now - each.compare_at > self._silence_s:
-                self._lose(each, "it does not say what it erased")
-            elif each.is_live and 0 < each.compare_at <= now:
-                self._agree(each)
+            if each.link is not None:
+                each.link.check(self._silence_s)
+                if each.comparing is not None and now - each.compare_at > self._silence_s:
+                    each.link.lose("it does not say what it erased")
+            elif each.is_named and each.backoff.is_over and each.aside_until <= now:
+                self._connect(each)
+            if each.known is not None and now - each.heard_at > self._silence_s:
+                self._drop(each)
+            if each.is_live:
+                self._agree(each, ours)
+            elif each.link is None and each.known is None and not each.is_named:
+                self._end(each)
         self._mirror.choose()
         self._settle()
 
-    def _connect(self, each: _FollowedAddress, now: float) -> None:
+    def _connect(self, each: _FollowedAddress) -> None:
+        if self._is_closed:
+            return
         try:
-            each.link = link = PageLink.connect(
+            each.link = PageLink(
+                self._loop,
                 self._context,
                 each.address,
                 self._settings,
                 self._keys,
-                now,
+                heard=partial(self._hear, each),
+                lost=partial(self._lost, each),
+                clock=self._clock,
                 max_frame_bytes=MAX_FOLLOW_FRAME_BYTES,
             )
         except TransferError as error:
             self._fail(each, printable(str(error)))
             return
-        each.comparing, each.version = None, -1
-        each.has_answered = False
+        each.comparing, each.version, each.compare_at = None, -1, 0.0
         each.position.connect()
-        self._loop.add_socket(link.socket, lambda: self._on_messages(each, link))
-        self._loop.add_socket(link.monitor, lambda: self._on_monitor(each, link))
-        self._ask(each, link)
+        self._ask(each, each.link)
 
     def _ask(self, each: _FollowedAddress, link: PageLink) -> None:
         link.send(each.position.ask(self._namespace, self._server, self._book.digest))
 
-    def _on_messages(self, each: _FollowedAddress, link: PageLink) -> None:
-        for frames in received(link.socket, _MAX_MESSAGES):
-            link.last_heard = self._clock()
-            try:
-                self._hear(each, [frame.buffer for frame in frames])
-            except TransferError as error:
-                self.num_breaches += 1
-                self._lose(each, printable(str(error)))
-            if each.link is not link:
-                return
-
-    def _on_monitor(self, each: _FollowedAddress, link: PageLink) -> None:
-        reason = link.loss_reason()
-        if reason is not None and each.link is link:
-            self._on_messages(each, link)  # reads what it sent before
-            if each.link is link:
-                self._lose(each, f"it {reason}")
-
-    def _hear(self, each: _FollowedAddress, frames: list[memoryview]) -> None:
-        message = messages.decode_from_server(frames)
-        if isinstance(message, messages.Refuse):
-            raise TransferError(message.reason)
+    def _hear(
+        self,
+        each: _FollowedAddress,
+        link: PageLink,
+        message: FromServer,
+        payload: list[memoryview],
+    ) -> None:
         if isinstance(message, messages.Erasures):
             self._hear_erasures(each, message)
         elif isinstance(message, messages.Changes):
             each.position.hear(message)
-            self._hear_changes(each, message, frames[2:])
-            if each.link is not None:
-                self._ask(each, each.link)
+            self._hear_changes(each, message, payload)
+            if each.link is link:
+                self._ask(each, link)
         else:
             raise TransferError("a page server answered what it was not asked.")
 
     def _hear_changes(
         self, each: _FollowedAddress, message: Changes, payload: list[memoryview]
     ) -> None:
-        each.has_answered = True
+        each.heard_at = self._clock()
         each.backoff.succeed()
         if message.server == self._server:
             self._set_aside(each)  # it is this server itself
@@ -250,29 +224,31 @@ class Follower:
             self._drop(each)
             self._report(each, "it has another model, or other settings or weights")
         elif (known := self._greet(each, message)) is not None:
-            known.is_live = True
+            before, known.is_live = (known.is_live, known.digest), True
             each.position.take(known, message, payload)
             if known.digest != message.digest and not message.more:
                 # Pages that it erased are not listed here any more.
                 known.digest, known.agreed_with = message.digest, b""
-            self._mirror.choose()
-            self._agree(each)
-            self._settle()
-            if known.is_cut:
+            if before != (True, known.digest):
+                self._mirror.choose()
+                self._agree(each, self._book.known)
+                self._settle()
+            if known.num_cut:
                 most = self._mirror.max_pages
                 self._report(each, f"with its pages there are more than {most:,} to be known")
-            elif not each.trouble.startswith("its erasures"):
+            elif each.trouble != _DIFFERS:
                 self._recover(each)
 
     def _greet(self, each: _FollowedAddress, message: Changes) -> MirroredPeer | None:
         """Know the server that answers. Returns None where there is none to know."""
-        if each.known is not None and each.server == message.server:
+        server = message.server.hex()
+        if each.known is not None and each.known.peer.server == server:
             return each.known
         self._drop(each)
-        each.server, each.version = message.server, -1
-        each.known = self._mirror.join(Peer(message.server.hex(), each.address))
+        each.version = -1
+        each.known = self._mirror.join(Peer(server, each.address))
         if each.known is None:
-            is_known = any(o.server == each.server and o is not each for o in self._all())
+            is_known = any(o.known and o.known.peer.server == server for o in self._all())
             self._set_aside(each)
             if not is_known:  # by another address
                 self._report(each, "there are more servers than this one can know")
@@ -280,25 +256,20 @@ class Follower:
 
     # ---- Erasures ----
 
-    def _agree(self, each: _FollowedAddress) -> None:
-        """See whether a server has applied the same erasures; if not, compare after a while."""
+    def _agree(self, each: _FollowedAddress, ours: Known) -> None:
+        """See whether a server has applied the same erasures; if not, compare, but not at once with
+        one that agreed: it was told what began here."""
         known, now = each.known, self._clock()
         assert known is not None
-        ours = self._book.known
         if ours.digest in (known.digest, known.agreed_with):
-            each.version, each.compare_at = ours.version, 0.0
-            if each.trouble.startswith("its erasures"):
+            each.version, each.compare_at = ours.version, now + _COMPARE_S
+            if each.trouble == _DIFFERS:
                 self._recover(each)
-            return
-        if each.version < 0 and each.compare_at == 0.0:
-            each.compare_at = now  # it was not there: what it lacks is told by nobody else
-        elif each.compare_at == 0.0:
+        elif each.comparing is None and each.compare_at <= now and each.link is not None:
+            asked, ids = self._book.ids()
             each.compare_at = now + _COMPARE_S
-        if each.comparing is None and each.compare_at <= now and each.link is not None:
-            each.comparing, ids = self._book.ids()
-            each.compare_at = now + _COMPARE_S
-            if not each.link.send(messages.Compare(self._namespace, ids)):
-                each.comparing = None
+            if each.link.send(messages.Compare(self._namespace, ids)):
+                each.comparing = asked
 
     def _hear_erasures(self, each: _FollowedAddress, message: Erasures) -> None:
         asked, each.comparing = each.comparing, None
@@ -307,21 +278,18 @@ class Follower:
         for told in message.erasures:
             told.split_keys()  # raises
         unknown = self._book.unknown(message.erasures)
-        teach = self._book.take(message.lacking)
-        each.version = max(0, min(asked.version, self._book.version_without(message.lacking)))
-        each.is_teaching = bool(unknown)
+        teach, version = self._book.lacked(message.lacking)
+        each.version = max(0, min(asked.version, version))
         if unknown:
             self._heard(unknown)
         if teach and each.link is not None:
             each.link.send(messages.Teach(self._namespace, teach))
         known = each.known
         if unknown or teach:
-            self._report(each, "its erasures are not yet those of this server")
+            self._report(each, _DIFFERS)
         elif known is not None and known.digest == message.digest:
             known.agreed_with = asked.digest  # they differ in what is too old to matter
             self._mirror.choose()
-            self._agree(each)
-        self._settle()
 
     def _tell(self, begun: list[ErasureNotice]) -> None:
         for at in range(0, len(begun), _TEACH):
@@ -329,20 +297,6 @@ class Follower:
             for each in self._all():
                 if each.is_live and each.link is not None:
                     each.link.send(message)  # what does not go out is found by comparing
-        self._compare_all()
-
-    def _applied(self) -> None:
-        for each in self._all():
-            if each.is_teaching:
-                each.is_teaching, each.compare_at = False, self._clock()
-        self._compare_all()
-
-    def _compare_all(self) -> None:
-        self._mirror.choose()
-        for each in self._all():
-            if each.is_live:
-                self._agree(each)
-        self._settle()
 
     def _settle(self) -> None:
         """What has spread: to whoever answered within ``silence_s``, or may be about to answer for
@@ -351,7 +305,7 @@ class Follower:
             each.version
             for each in self._all()
             if each.known is not None
-            or (each.link is not None and not each.has_answered)
+            or (each.link is not None and each.heard_at < each.link.opened_at)
             and (each.link.is_open or not each.backoff.num_failures)
         ]
         if not self._is_whole:
@@ -360,40 +314,34 @@ class Follower:
 
     # ---- Coming and going ----
 
-    def _begin_namespace(self, namespace: bytes) -> None:
-        self._mirror.begin_namespace()
-        self._namespace = namespace
+    def _begin_namespace(self, namespace: bytes, mirror: Mirror) -> None:
+        self._namespace, self._mirror = namespace, mirror
         for each in self._all():
             had_link = each.link is not None
             self._end_link(each)  # over which it is asked about the one before
-            self._forget(each)
-            each.version, each.compare_at = -1, 0.0
+            each.known, each.position = None, Position(mirror)
             if had_link:
-                self._connect(each, self._clock())
+                self._connect(each)
 
     def _set_aside(self, each: _FollowedAddress) -> None:
         self._end_link(each)
         each.aside_until, each.trouble = self._clock() + _ASIDE_S, ""
-        self._forget(each)
+        self._drop(each)
 
-    def _lose(self, each: _FollowedAddress, why: str) -> None:
-        """End a connection. What the server holds is known for a while longer, should it be back,
-        but nothing is found there."""
+    def _lost(self, each: _FollowedAddress, _: PageLink, why: str, is_breach: bool) -> None:
+        """Note the end of a connection. What the server holds is known for a while longer, should
+        it be back, but nothing is found there."""
+        self.num_breaches += is_breach
         self._end_link(each)
-        if each.is_live:  # else it was lost before, and did not come back
-            each.lost_at = self._clock()
         if each.known is not None:
             each.known.is_live = False
         self._mirror.choose()
         self._fail(each, why)
-        self._settle()
 
     def _end_link(self, each: _FollowedAddress) -> None:
-        link, each.link = each.link, None
+        link, each.link, each.comparing = each.link, None, None
         if link is not None:
             link.close()
-            self._loop.remove_socket(link.monitor)
-            self._loop.remove_socket(link.socket)
 
     def _end(self, each: _FollowedAddress) -> None:
         del self._followed[each.address]
@@ -408,10 +356,7 @@ class Follower:
     def _drop(self, each: _FollowedAddress) -> None:
         if each.known is not None:
             self._mirror.drop(each.known)
-        self._forget(each)
-
-    def _forget(self, each: _FollowedAddress) -> None:
-        each.known, each.server = None, _NOBODY
+        each.known = None
         each.position.forget()
 
     def _fail(self, each: _FollowedAddress, why: str) -> None:

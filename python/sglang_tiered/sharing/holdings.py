@@ -1,4 +1,5 @@
-"""What this server holds, for those who follow it: a snapshot in pieces, and changes since.
+"""What this server holds of one namespace, for those who follow it: a snapshot in pieces, and
+changes since.
 
 Nothing is kept for a follower. A piece of the snapshot is cut from what is held *now*. A reader of
 all pieces applies the changes since the first of them, in order, and has what is held. The last
@@ -10,7 +11,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,23 +25,13 @@ if TYPE_CHECKING:
 
     Fingerprints = npt.NDArray[np.uint64]
     Held = Callable[[int], tuple[int, Fingerprints] | None]
+    Said = tuple[int, int, int | None, int | None, int, int, bool]
+    # epoch, sequence, start, end, num_added, num_removed, more
 
-__all__ = ["Holdings", "ChangesPart"]
+__all__ = ["Holdings"]
 
 _MIN_LOG = 1 << 18  # fingerprints of changes that are kept: 2 MiB, or as many as are held
 _NONE = np.empty(0, np.uint64)
-
-
-class ChangesPart(NamedTuple):
-    """One answer to a follower: see ``messages.Changes``."""
-
-    epoch: int
-    sequence: int
-    start: int | None
-    end: int | None
-    added: Fingerprints
-    removed: Fingerprints
-    more: bool
 
 
 class Holdings:
@@ -53,25 +44,14 @@ class Holdings:
         self._lock = threading.Lock()
         self._version = 0
         self._pages = _NONE
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin anew, as for another namespace: followers take a snapshot."""
-        with self._lock:
-            self.epoch = secrets.randbits(62) | 1
-            self._version = 0
-            self._pages = _NONE
-            self.sequence = 0
-            self._log: deque[tuple[Fingerprints, Fingerprints]] = deque()  # the last ``sequence``
-            self._log_size = 0
-
-    @property
-    def num_pages(self) -> int:
-        return len(self._pages)
+        self.epoch = secrets.randbits(62) | 1
+        self.sequence = 0
+        self._log: deque[tuple[Fingerprints, Fingerprints]] = deque()  # the last ``sequence``
+        self._log_size = 0
 
     def look(self) -> bool:
         """Take up what came and went. Returns whether there was anything."""
-        epoch, before = self.epoch, self._pages
+        before = self._pages
         found = self._held(self._version)
         if found is None:
             return False
@@ -79,32 +59,38 @@ class Holdings:
         pages = distinct(pages)
         added, removed = _changed(before, pages)
         with self._lock:
-            if self.epoch != epoch:
-                return True  # of the namespace before; the next look sees this one's
             self._version, self._pages = version, pages
             if not len(added) and not len(removed):
                 return False
-            step = MAX_FINGERPRINTS
+            step = max(MAX_FINGERPRINTS // 2, 1)  # of each
             for at in range(0, max(len(added), len(removed)), step):
-                for change in _split(added[at : at + step], removed[at : at + step]):
-                    self._log.append(change)
-                    self._log_size += len(change[0]) + len(change[1])
-                    self.sequence += 1
+                self._log.append((added[at : at + step], removed[at : at + step]))
+                self.sequence += 1
+            self._log_size += len(added) + len(removed)
             while self._log_size > max(_MIN_LOG, len(pages)):
                 gone = self._log.popleft()
                 self._log_size -= len(gone[0]) + len(gone[1])
         return True
 
-    def since(self, epoch: int, sequence: int, cursor: int | None) -> ChangesPart | None:
-        """Return the next part for a follower that has these; None if there is nothing."""
+    def since(self, epoch: int, sequence: int, cursor: int | None) -> tuple[Said, bytes]:
+        """Return the next part for a follower that has these, as ``messages.Changes`` says it, and
+        its payload. Without payload or ``start`` there is nothing new."""
         with self._lock:
             if epoch != self.epoch or (
                 cursor is None and not self.sequence - len(self._log) <= sequence <= self.sequence
             ):
                 cursor = 0
-            return self._changes(sequence) if cursor is None else self._piece(cursor, sequence)
+            if cursor is not None:
+                return self._piece(cursor, sequence)
+            num_left = self.sequence - sequence
+            if not num_left:
+                return (self.epoch, sequence, None, None, 0, 0, False), b""
+            added, removed = self._log[-num_left]
+            sizes = len(added), len(removed)
+            said = (self.epoch, sequence + 1, None, None, *sizes, num_left > 1)
+            return said, added.tobytes() + removed.tobytes()
 
-    def _piece(self, start: int, begun_at: int) -> ChangesPart:
+    def _piece(self, start: int, begun_at: int) -> tuple[Said, bytes]:
         pages = self._pages
         at = int(np.searchsorted(pages, np.uint64(min(start, (1 << 64) - 1))))
         piece = pages[at : at + MAX_FINGERPRINTS]
@@ -112,15 +98,8 @@ class Holdings:
         end = None if is_last else int(piece[-1])
         has_changed = start > 0 and begun_at != self.sequence  # since the first piece
         more = not is_last or has_changed
-        return ChangesPart(self.epoch, self.sequence, start, end, piece, _NONE, more)
-
-    def _changes(self, sequence: int) -> ChangesPart | None:
-        index = len(self._log) - (self.sequence - sequence)
-        if index == len(self._log):
-            return None
-        added, removed = self._log[index]
-        more = index + 1 < len(self._log)
-        return ChangesPart(self.epoch, sequence + 1, None, None, added, removed, more)
+        said = (self.epoch, self.sequence, start, end, len(piece), 0, more)
+        return said, piece.tobytes()
 
 
 def _changed(before: Fingerprints, pages: Fingerprints) -> tuple[Fingerprints, Fingerprints]:
@@ -135,10 +114,3 @@ def _changed(before: Fingerprints, pages: Fingerprints) -> tuple[Fingerprints, F
     at[at == len(before)] = 0
     is_gone = before[at] == changed if len(before) else np.zeros(len(changed), np.bool_)
     return changed[~is_gone], changed[is_gone]
-
-
-def _split(added: Fingerprints, removed: Fingerprints) -> list[tuple[Fingerprints, Fingerprints]]:
-    """Split a change that is too large into one of pages that came and one of pages that went."""
-    if len(added) + len(removed) <= MAX_FINGERPRINTS:
-        return [(added, removed)]
-    return [(added, _NONE), (_NONE, removed)]

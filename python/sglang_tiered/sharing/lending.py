@@ -13,6 +13,7 @@ import os
 import secrets
 import threading
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from sglang_tiered.errors import StoreError, TransferError
 from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.sharing.pages.landing import PageOutcome
+from sglang_tiered.sharing.pages.messages import MAX_REQUEST_PAGES
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.storage.base import (
@@ -31,8 +33,9 @@ from sglang_tiered.storage.base import (
     TierEngine,
     TierStats,
 )
-from sglang_tiered.storage.jobs import JobBook
+from sglang_tiered.storage.jobs import JobBook, LoadPart, SplitLoad
 from sglang_tiered.storage.promises import ended
+from sglang_tiered.storage.region.device import copy_page
 from sglang_tiered.storage.region.files import LENDING_NAME
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from sglang_tiered.sharing.pages.landing import PageFetch
+    from sglang_tiered.sharing.pages.landing import Page, PageFetch
     from sglang_tiered.storage.base import Erasure
 
 __all__ = ["BorrowedEngine", "PageLender"]
@@ -76,6 +79,93 @@ class _LendingSocket:
         os.close(self._fd)
 
 
+@dataclass(eq=False, slots=True)
+class _OwnLoad:
+    """A load of the process itself, and those that its pages are copied for."""
+
+    job: Job
+    moment: object  # of what pages are, and of erasures
+    pages: dict[bytes, Page]
+    joined: list[Job] = field(default_factory=list)
+
+
+class _OwnLoads:
+    """Loads of the process itself, which others join that want the same pages meanwhile. ``moment``
+    changes with what pages are; ``later`` copies, on a thread of its own. Any thread."""
+
+    def __init__(self, moment: Callable[[], object], later: Callable[..., None]) -> None:
+        self._moment = moment
+        self._later = later
+        self._lock = threading.Lock()
+        self._by_key: dict[bytes, _OwnLoad] = {}
+        self._is_closed = False
+
+    def load(self, run: Run, submit: Callable[[Run], Job]) -> Job:
+        """Begin a load, which ends once who joined it has the pages."""
+        pages = dict(zip(run.keys, run.pages, strict=True))
+        own = _OwnLoad(Job(JobKind.LOAD, run), self._moment(), pages)
+        with self._lock:
+            if not self._is_closed:
+                self._by_key.update(dict.fromkeys(pages, own))
+        try:
+            submit(run).call_at_end(partial(self._ended, own))
+        except BaseException:
+            self._ended(own, own.job)  # or who joined it would wait for ever
+            raise
+        return own.job
+
+    def join(self, run: Run) -> Job | None:
+        """Return a load that waits for one under way, if one brings all of these pages."""
+        moment, sizes = self._moment(), [_size(page) for page in run.pages]
+        with self._lock:
+            own = self._by_key.get(run.keys[0])
+            if own is None or own.moment != moment:
+                return None
+            if [_size(own.pages.get(key, ())) for key in run.keys] != sizes:
+                return None
+            own.joined.append(Job(JobKind.LOAD, run))
+            return own.joined[-1]
+
+    def _ended(self, own: _OwnLoad, job: Job) -> None:
+        """May run under a store's lock."""
+        own.job.reasons = job.reasons
+        with self._lock:
+            for key in own.pages:
+                if self._by_key.get(key) is own:
+                    del self._by_key[key]
+            if own.joined and not self._is_closed:
+                self._later(self._copy, own)
+                return
+        self._finish(own)
+
+    def _copy(self, own: _OwnLoad) -> None:
+        became = dict(zip(own.pages, own.job.reasons, strict=True))
+        try:
+            for job in own.joined:
+                reasons = [became[key] for key in job.run.keys]
+                for key, (into,) in zip(job.run.keys, job.run.pages, strict=True):
+                    if became[key] is Reason.OK:
+                        copy_page(own.pages[key], into)
+                job.reasons = reasons
+        finally:
+            self._finish(own)
+
+    def _finish(self, own: _OwnLoad) -> None:
+        own.job.finish()  # the pages may change from now on
+        for job in own.joined:
+            job.finish()
+
+    def close(self) -> None:
+        """Let nobody join from now on. What is copied by then is copied."""
+        with self._lock:
+            self._is_closed = True
+            self._by_key.clear()
+
+
+def _size(page: Page) -> int:
+    return sum(part.nbytes for part in page)
+
+
 class PageLender:
     """Lends pages from construction to ``close``; the caller has the shard locked. ``submit``
     begins a load. Raises ``StoreError`` where nothing can listen in the shard."""
@@ -87,19 +177,22 @@ class PageLender:
         generation: Callable[[], int] = lambda: 0,
     ) -> None:
         self._claim: bytes | None = None
+        self._namespace = _namespace_of(None)
         self._source = PageSource(
-            submit, max_free_bytes=SETTINGS.max_serving_bytes // 2, generation=generation
+            lambda run: self._own.join(run) or submit(run),
+            namespace=lambda: self._namespace,
+            max_free_bytes=SETTINGS.max_serving_bytes // 2,
+            generation=generation,
         )
-        self._source.namespace = _namespace_of(None)
         self._socket = _LendingSocket(shard)
         try:
             self._server = PageServer(
                 self._source,
-                namespace=self._source.namespace,
+                namespace=self._namespace,
                 endpoint=self._socket.address,
                 settings=SETTINGS,
             )
-            self._source.share_loads(self._server.loop.call)
+            self._own = _OwnLoads(lambda: (self._namespace, generation()), self._server.loop.call)
             os.chmod(self._socket.path, 0o600)
         except (TransferError, OSError) as error:
             self._socket.close()
@@ -119,20 +212,20 @@ class PageLender:
     @claim.setter
     def claim(self, claim: bytes | None) -> None:
         self._claim = claim
-        self._source.namespace = _namespace_of(claim)
-        self._server.set_namespace(self._source.namespace)
+        self._namespace = _namespace_of(claim)
+        self._server.set_namespace(self._namespace)
 
     def load(self, run: Run, submit: Callable[[Run], Job]) -> Job:
         """Begin a load of this process, whose pages go to borrowers too that ask for them before
         they are there. It ends once they have them, and has no other outcome."""
-        return self._source.load(run, submit)
+        return self._own.load(run, submit)
 
     def close(self) -> None:
         """Give nothing from now on. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._source.share_loads(None)
+        self._own.close()
         self._server.stop()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._socket.path)
@@ -187,35 +280,35 @@ class BorrowedEngine(TierEngine):
             if self._closed:
                 self._jobs.finish(job)
                 return job
-        if claim is None or lender is None:
-            self._end(job, generation, [Reason.MISS] * run.num_pages)
-            return job
-        socket, client = lender
-        client.fetch(
-            socket.address,
-            _namespace_of(claim),
-            run.keys,
-            run.pages,
-            deadline_s=deadline_s,
-            done=partial(self._fetched, job, generation),
-        )
+        address = None if claim is None or lender is None else lender[0].address
+        SplitLoad(
+            job,
+            self._clock,
+            None if deadline_s is None else self._clock() + deadline_s,
+            lambda keys, failed: [None if failed else address] * len(keys),
+            partial(self._fetch, _namespace_of(claim)),
+            partial(self._over, generation),
+            most_pages=MAX_REQUEST_PAGES,
+            most_bytes=SETTINGS.request_bytes if lender is None else lender[1].request_bytes,
+        ).begin()
         return job
 
-    def _fetched(self, job: Job, generation: int, fetch: PageFetch) -> None:
-        """End a load, on the client's thread."""
-        is_gone = PageOutcome.LOST in fetch.outcomes and not fetch.num_heard
-        reasons = [_REASONS.get(outcome, Reason.MISS) for outcome in fetch.outcomes]
-        self._end(job, generation, reasons, is_gone=is_gone)
+    def _fetch(self, namespace: bytes, part: LoadPart[str], left_s: float | None) -> None:
+        assert self._lender is not None
+        _, client = self._lender
+        run, done = part.run, partial(self._fetched, part)
+        client.fetch(part.holder, namespace, run.keys, run.pages, deadline_s=left_s, done=done)
 
-    def _end(
-        self, job: Job, generation: int, reasons: list[Reason], *, is_gone: bool = False
-    ) -> None:
+    def _fetched(self, part: LoadPart[str], fetch: PageFetch) -> None:
+        """End a part of a load, on the client's thread."""
+        self._failed_at = self._clock() if PageOutcome.LOST in fetch.outcomes else None
+        part.load.end(part, [_REASONS.get(outcome, Reason.MISS) for outcome in fetch.outcomes])
+
+    def _over(self, generation: int, job: Job) -> None:
         with self._lock:
-            self._failed_at = self._clock() if is_gone else None
-            job.reasons = reasons
             if generation != self._generation:  # some of it may be erased
                 job.reasons = [Reason.CANCELLED] * job.run.num_pages
-            self._jobs.finish(job)
+            self._jobs.note_end(job)
 
     # ---- What concerns the store is its owner's ----
 

@@ -4,12 +4,12 @@ of ``AUTH``.
 
     sgt2:{<namespace hex>}:servers       set of ids, perhaps with dead ones
     sgt2:{<namespace hex>}:server:<id>   the record of one, which expires unless it is renewed
+    sgt2:routed                          set of names of records that routers read
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import socket
 import threading
@@ -21,8 +21,14 @@ from redis import exceptions
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.errors import TransferError
-from sglang_tiered.sharing.addresses import Role, Serving, is_serving, resolve
-from sglang_tiered.sharing.index_url import IndexUrl, parse_index_url
+from sglang_tiered.sharing.addresses import (
+    IndexUrl,
+    Role,
+    Serving,
+    is_serving,
+    parse_index_url,
+    resolve,
+)
 from sglang_tiered.sharing.pages.link import check_address
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.wire.sockets import endpoint_of
@@ -38,22 +44,15 @@ _Found = TypeVar("_Found")
 
 VERSION = 2
 PREFIX = f"sgt{VERSION}"
+ROUTED = f"{PREFIX}:routed"
 MAX_RECORD_BYTES = 1024
 MAX_SERVERS = 1024
 
-_WORDS = {
-    "OOM": "it is out of memory (maxmemory)",
-    "READONLY": "it is a read-only replica",
-    "NOAUTH": "it wants a password",
-    "WRONGPASS": "user or password is wrong",
-    "NOPERM": "the user may not run a command or touch a key that is needed",
-    "MOVED": "it is a cluster of several shards, which cannot hold an index",
-}
 _KINDS: dict[type[Exception], str] = {
-    exceptions.NoPermissionError: _WORDS["NOPERM"],
-    exceptions.OutOfMemoryError: _WORDS["OOM"],
-    exceptions.ReadOnlyError: _WORDS["READONLY"],
-    exceptions.MovedError: _WORDS["MOVED"],
+    exceptions.NoPermissionError: "the user may not run a command or touch a key that is needed",
+    exceptions.OutOfMemoryError: "it is out of memory (maxmemory)",
+    exceptions.ReadOnlyError: "it is a read-only replica",
+    exceptions.MovedError: "it is a cluster of several shards, which cannot hold an index",
     exceptions.BusyLoadingError: "it is still loading its data",
     exceptions.AuthenticationError: "user or password is wrong, or lacking",
     exceptions.TimeoutError: "it did not answer in time",
@@ -116,17 +115,17 @@ def _told(url: IndexUrl, ask: Callable[[], _Found]) -> _Found:
 
 
 def read_servings(text: str, timeout_s: float) -> list[Serving]:
-    """Return where servers of every namespace in the Redis at a URL answer requests, of the first
+    """Return where servers of every namespace in the Redis at a URL answer requests, of at most
     1,024 records there. Writes nothing, and blocks. Raises ``MembershipFailure``."""
     url = parse_index_url(text)
 
     def ask() -> list[Serving]:
         with _client(url, timeout_s) as client:
-            names = client.scan_iter(match="sgt2:*:server:*", count=1000)
             pipe = client.pipeline(transaction=False)
-            for name in itertools.islice(names, MAX_SERVERS):
+            for name in client.srandmember(ROUTED, MAX_SERVERS):
                 pipe.getrange(name, 0, MAX_RECORD_BYTES)
-            records = filter(None, map(read_record, pipe.execute()))
+            found = pipe.execute(raise_on_error=False)  # what is no string is no record
+            records = filter(None, map(read_record, found))
             return [one for record in records if (one := record.serving) is not None]
 
     return _told(url, ask)
@@ -183,8 +182,12 @@ class Membership:
         pipe.set(name, seal(record), px=self._expiry_ms)
         pipe.sadd(f"{prefix}:servers", self._server)
         pipe.pexpire(f"{prefix}:servers", 10 * self._expiry_ms)
+        if record.url:
+            pipe.sadd(ROUTED, name)
+            pipe.pexpire(ROUTED, 10 * self._expiry_ms)
         pipe.srandmember(f"{prefix}:servers", MAX_SERVERS)
-        *_, ids = pipe.execute()
+        pipe.srandmember(ROUTED)
+        *_, ids, routed = pipe.execute()
         self._name = name
         servers = [each.decode("ascii", "replace")[:64] for each in ids]
         pipe = self._redis.pipeline(transaction=False)
@@ -193,6 +196,9 @@ class Membership:
         values = pipe.execute()
         if gone := [each for each, value in zip(ids, values, strict=True) if not value]:
             self._redis.srem(f"{prefix}:servers", *gone)
+        # Of whatever namespace, which nobody else may have: each server looks at one at a time.
+        if routed is not None and not self._redis.exists(routed):
+            self._redis.srem(ROUTED, routed)
         return [record.address for record in map(read_record, values) if record is not None]
 
     def _record(self, address: str) -> ServerRecord:

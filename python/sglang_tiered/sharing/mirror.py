@@ -1,7 +1,7 @@
-"""The pages that other servers hold, as this one knows them. Memory only.
+"""The pages that other servers hold, as this one knows them, of one namespace. Memory only.
 
-One thread writes (the follower); ``find`` takes no lock, ``lacks`` and ``avoid`` take one for a
-moment. A page is found at a peer only while it is followed, its snapshot is here, it answers, and
+One thread writes (the follower); ``find`` takes no lock, ``hide_pages`` and ``avoid`` take one for
+a moment. A page is found at a peer only while it is followed, its snapshot is here, it answers, and
 it has applied exactly the erasures that this server has. So a page that was erased here cannot come
 back from a peer that has not erased it yet.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from sglang_tiered.sharing.table import WORD_BITS, PageTable, choose_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Mirror", "MirrorFigures", "MirroredPeer", "Peer", "distinct", "fingerprints_of"]
 
 _PIECE = 1 << 11  # pages added while the lock is held once
-_MANY = 64  # if a part of so many of a server's pages does not fit, nothing of it is known
-_ROOM = 0.95  # of the bound: below it, pages that did not fit are taken again
+_ROOM = 0.95  # of the bound is for servers that begin; the rest for what those known store since
 
 
 class Peer(NamedTuple):
@@ -43,7 +42,6 @@ class MirrorFigures(NamedTuple):
     num_peers: int  # followed
     num_usable: int  # of those, that pages are found at
     num_pages: int  # different ones
-    num_cut: int  # beyond the bound
     num_bytes: int
 
 
@@ -59,8 +57,7 @@ class MirroredPeer:
     is_live: bool = False  # connected, and of this namespace
     is_loaded: bool = False  # all its pages are known
     num_pages: int = 0
-    is_cut: bool = False  # nothing of it is known, as there is no room for all
-    num_cut: int = 0  # pages beyond the bound; while it is loaded anew what room is wanted
+    num_cut: int = 0  # of its pages, of which nothing is known while there is no room for all
     avoided_until: float = 0.0
 
 
@@ -70,7 +67,7 @@ class _View(NamedTuple):
     table: PageTable
     usable: npt.NDArray[np.uint64]  # [words], the bits of peers that pages are found at
     peers: npt.NDArray[np.object_]  # Peer or None by slot; the last is None, which -1 means
-    any_usable: bool
+    digest: bytes | None  # with which those agree; None where there is none
 
 
 class Mirror:
@@ -92,23 +89,24 @@ class Mirror:
         self._digest = digest
         self._clock = clock
         self._peers: dict[str, MirroredPeer] = {}
-        self._slots: list[MirroredPeer | None] = []
         self._num_held = 0
-        # By slots; set while the table is copied.
-        self._lacking: list[tuple[list[int], Fingerprints]] | None = None
-        self._num_changes = 0  # of the namespace, that the follower has not come to
+        self._hidden: list[Fingerprints] | None = None  # since a copy of the table began
         self._table = PageTable(0)
-        self._view = _View(self._table, np.zeros(1, np.uint64), np.full(1, None), False)
+        self._view = _View(self._table, np.zeros(1, np.uint64), np.full(1, None), None)
 
     # ---- Any thread ----
 
-    def find(self, keys: Sequence[bytes]) -> list[Peer | None]:
-        """A usable peer that holds each page, or None."""
+    def find(self, keys: Sequence[bytes], without: Iterable[Peer] = ()) -> list[Peer | None]:
+        """A usable peer that holds each page, none of those ``without``; or None."""
         view = self._view
-        if not keys or not view.any_usable:
+        if not keys or view.digest is None or view.digest != self._digest():
             return [None] * len(keys)
         pages = fingerprints_of(keys)
         bits = view.table.holders(view.table.find(pages)) & view.usable[:, None]
+        for peer in without:
+            known = self._peers.get(peer.server)
+            if known is not None and known.slot < len(bits) * WORD_BITS:
+                bits[known.slot // WORD_BITS] &= ~np.uint64(1 << known.slot % WORD_BITS)
         if not bits.any():
             return [None] * len(keys)
         found: list[Peer | None] = view.peers.take(choose_slots(bits, pages, self._salt)).tolist()
@@ -120,24 +118,13 @@ class Mirror:
         table = self._view.table
         return table.holders(table.find(pages))
 
-    def lacks(self, server: str, keys: Sequence[bytes]) -> None:
-        pages = distinct(fingerprints_of(keys))
-        with self.lock:
-            known = self._peers.get(server)
-            if known is not None:
-                self._hide([known.slot], pages)
-
     def hide_pages(self, keys: Sequence[bytes]) -> None:
         """Find these pages at no peer until it publishes them again."""
         pages = distinct(fingerprints_of(keys))
         with self.lock:
-            self._hide([known.slot for known in self._peers.values()], pages)
-
-    def _hide(self, slots: list[int], pages: Fingerprints) -> None:
-        """Remove holders of pages, in a copy under way too. The caller holds the lock."""
-        self._clear(slots, pages)
-        if self._lacking is not None:
-            self._lacking.append((slots, pages))
+            self._clear(self._peers.values(), pages)
+            if self._hidden is not None:
+                self._hidden.append(pages)
 
     def avoid(self, server: str, seconds: float) -> None:
         with self.lock:
@@ -151,12 +138,6 @@ class Mirror:
         with self.lock:
             self._choose()
 
-    def hide(self) -> None:
-        """Find nothing until the follower has come to ``begin_namespace``, once for each call."""
-        with self.lock:
-            self._num_changes += 1
-            self._choose()
-
     @property
     def has_peers(self) -> bool:
         """Whether any server is followed. Takes no lock."""
@@ -168,36 +149,24 @@ class Mirror:
                 sum(known.is_live for known in self._peers.values()),
                 sum(word.bit_count() for word in self._view.usable.tolist()),
                 self._num_held,
-                sum(known.num_cut for known in self._peers.values()),
                 self._table.num_bytes,
             )
 
     # ---- The follower's thread ----
 
-    def begin_namespace(self) -> None:
-        """Begin with a namespace of which no holder is known yet."""
-        with self.lock:
-            self._num_changes -= 1
-            self._peers.clear()
-            self._slots.clear()
-            self._num_held = 0
-            self._table = PageTable(0)
-            self._choose()
-
     def join(self, peer: Peer) -> MirroredPeer | None:
         """Know a server from now on; None if it is known, or beyond ``max_peers``."""
         with self.lock:
-            if peer.server in self._peers:
+            if peer.server in self._peers or len(self._peers) >= self._max_peers:
                 return None
-            slot = next((i for i, known in enumerate(self._slots) if known is None), None)
-            if slot is None:
-                slot = len(self._slots)
-                if slot >= self._max_peers:
-                    return None
-                self._slots.append(None)
-            known = MirroredPeer(peer, slot)
-            self._slots[slot] = self._peers[peer.server] = known
+            taken = {known.slot for known in self._peers.values()}
+            slot = next(slot for slot in range(self._max_peers) if slot not in taken)
+            known = self._peers[peer.server] = MirroredPeer(peer, slot)
             return known
+
+    @property
+    def _num_slots(self) -> int:
+        return max((known.slot + 1 for known in self._peers.values()), default=0)
 
     def drop(self, known: MirroredPeer) -> None:
         """Know a server no longer."""
@@ -205,13 +174,12 @@ class Mirror:
         with self.lock:
             if self._peers.get(known.peer.server) is known:
                 del self._peers[known.peer.server]
-                self._slots[known.slot] = None
             self._choose()
 
     def unload(self, known: MirroredPeer) -> None:
         """Forget the pages of a server."""
         with self.lock:
-            known.is_loaded = known.is_cut = False
+            known.is_loaded, known.num_cut = False, 0
             self._choose()
             if not known.num_pages:
                 return
@@ -225,21 +193,14 @@ class Mirror:
         """Note that all pages of a server were added."""
         with self.lock:
             known.is_loaded = True
-            known.num_cut = 0
             self._choose()
 
-    def may_hold_more(self, known: MirroredPeer) -> bool:
-        """Whether there is room by now for pages that did not fit, beside servers that are being
-        loaded."""
-        if not known.num_cut:
-            return False
-        loading = [k for k in self._peers.values() if not (k.is_loaded or k.is_cut or k is known)]
-        wanted = self._num_held + sum(max(k.num_cut - k.num_pages, 0) for k in loading)
-        return wanted + known.num_cut * known.is_cut < _ROOM * self.max_pages
+    def has_room(self, known: MirroredPeer) -> bool:
+        """Whether the pages of a server that is cut would fit by now."""
+        return 0 < known.num_cut < _ROOM * self.max_pages - self._num_held
 
     def add_pages(self, known: MirroredPeer, pages: Fingerprints) -> bool:
-        """Note that a server holds pages. Of one that is loaded a few that do not fit are left out;
-        else false is returned: ``cut`` it."""
+        """Note that a server holds pages. Returns false where they do not fit: ``cut`` it."""
         pages = distinct(pages)
         starts = range(0, len(pages), _PIECE)
         return all(self._add(known, pages[start : start + _PIECE]) for start in starts)
@@ -248,18 +209,14 @@ class Mirror:
         """Find nothing at a server that has about so many pages. A conversation is found up to its
         first page that is not known, so most pages of a server are worth little."""
         self.unload(known)  # which is by pieces
-        known.is_cut, known.num_cut = True, min(num_pages, 4 * self.max_pages)
-
-    def note_cut(self, known: MirroredPeer, num_pages: int) -> None:
-        """Note how the pages of a server that is cut became more, or less."""
-        known.num_cut = max(known.num_cut + num_pages, 1)
+        known.num_cut = max(num_pages, 1)
 
     def remove_pages(self, known: MirroredPeer, pages: Fingerprints) -> None:
         """Note that a server no longer holds pages."""
         pages = distinct(pages)
         for start in range(0, len(pages), _PIECE):
             with self.lock:
-                self._clear([known.slot], pages[start : start + _PIECE])
+                self._clear([known], pages[start : start + _PIECE])
 
     def _add(self, known: MirroredPeer, pages: Fingerprints) -> bool:
         table = self._table
@@ -270,14 +227,10 @@ class Mirror:
         with self.lock:
             table = self._table
             rows = table.find(pages)
-            unheld = np.flatnonzero(~table.holders(rows).any(axis=0))
-            cut = unheld[max(self.max_pages - self._num_held, 0) :]
-            if len(cut):
-                num_cut = known.num_cut + len(cut)
-                if not known.is_loaded or num_cut * _MANY > known.num_pages:
-                    return False
-                known.num_cut += len(cut)
-                pages, rows = np.delete(pages, cut), np.delete(rows, cut)
+            wanted = int(np.count_nonzero(~table.holders(rows).any(axis=0)))
+            most = self.max_pages if known.is_loaded else _ROOM * self.max_pages
+            if wanted and self._num_held + wanted > most:
+                return False
             new = rows < 0
             rows[new] = table.add(pages[new])
             num_new, num_unheld = table.set_bit(rows, known.slot)
@@ -288,38 +241,36 @@ class Mirror:
     def _grow(self, num_new: int) -> None:
         """Make a larger table, without the places of pages that have lost their last holder."""
         with self.lock:
-            self._lacking = []
+            self._hidden = []
             table, num_held = self._table, self._num_held
         wanted = min(num_held + max(num_held // 2, 1 << 13), self.max_pages) + num_new
-        num_words = max(-(-len(self._slots) // WORD_BITS), table.num_words)
+        num_words = max(-(-self._num_slots // WORD_BITS), table.num_words)
         copy = table.copied(wanted, num_words)
         with self.lock:
             self._table = copy
-            missed, self._lacking = self._lacking or [], None
-            for slots, pages in missed:
+            hidden, self._hidden = self._hidden or [], None
+            for pages in hidden:  # counted already
                 rows = copy.find(pages)
-                for slot in slots:
-                    copy.clear_bit(rows[rows >= 0], slot)
+                for known in self._peers.values():
+                    copy.clear_bit(rows[rows >= 0], known.slot)
             self._choose()
 
-    def _clear(self, slots: list[int], pages: Fingerprints) -> None:
+    def _clear(self, peers: Iterable[MirroredPeer], pages: Fingerprints) -> None:
         """Remove holders of pages. The caller holds the lock."""
         rows = self._table.find(pages)
         rows = rows[rows >= 0]
-        for slot in slots:
-            if slot >= self._table.num_words * WORD_BITS:
-                continue  # of a server that no page is known of yet
-            num_cleared, num_unheld = self._table.clear_bit(rows, slot)
-            known = self._slots[slot]
+        for known in peers:
+            if known.slot >= self._table.num_words * WORD_BITS:
+                continue  # no page of it is known yet
+            num_cleared, num_unheld = self._table.clear_bit(rows, known.slot)
             self._num_held -= num_unheld
-            if known is not None:
-                known.num_pages -= num_cleared
+            known.num_pages -= num_cleared
 
     def _choose(self) -> None:
         """Replace the view. The caller holds the lock."""
         now, digest = self._clock(), self._digest()
         usable = [0] * self._table.num_words
-        for known in self._peers.values() if not self._num_changes else ():
+        for known in self._peers.values():
             word = known.slot // WORD_BITS
             if (
                 known.is_live
@@ -329,26 +280,22 @@ class Mirror:
                 and digest in (known.digest, known.agreed_with)
             ):
                 usable[word] |= 1 << known.slot % WORD_BITS
-        peers = np.full(len(self._slots) + 1, None)
+        peers = np.full(self._num_slots + 1, None)
         for known in self._peers.values():
             peers[known.slot] = known.peer
-        self._view = _View(self._table, np.array(usable, np.uint64), peers, any(usable))
+        agreed = digest if any(usable) else None
+        self._view = _View(self._table, np.array(usable, np.uint64), peers, agreed)
 
     def check_integrity(self) -> None:
         with self.lock:
             self._table.check_integrity(self._num_held)
             assert self._num_held <= self.max_pages, f"{self._num_held} pages mirrored"
-            for slot, known in enumerate(self._slots):
-                counted = 0 if known is None else known.num_pages
-                bits = (
-                    sum(len(rows) for rows in self._table.rows_of(slot))
-                    if slot < (self._table.num_words * WORD_BITS)
-                    else 0
-                )
-                assert bits == counted, f"slot {slot} has {bits} pages, counted {counted}"
-                assert known is None or known.slot == slot, f"slot {slot} has the number of another"
-            taken = [known for known in self._slots if known is not None]
-            assert len(taken) == len(self._peers), f"{len(taken)} slots, {len(self._peers)} peers"
+            counted = {known.slot: known.num_pages for known in self._peers.values()}
+            assert len(counted) == len(self._peers), "two servers have the same slot"
+            for slot in range(self._table.num_words * WORD_BITS):
+                bits, most = sum(map(len, self._table.rows_of(slot))), counted.pop(slot, 0)
+                assert bits == most, f"slot {slot} has {bits} pages, counted {most}"
+            assert not any(counted.values()), f"{counted} pages of servers without a place"
 
 
 def fingerprints_of(keys: Sequence[bytes]) -> Fingerprints:

@@ -22,9 +22,11 @@ from sglang_tiered.errors import ConfigError, TransferError
 from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.sharing.pages.landing import PageOutcome
+from sglang_tiered.sharing.pages.messages import MAX_REQUEST_PAGES
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.sharing.sync import PeerSync
+from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import (
     Health,
     Job,
@@ -58,9 +60,9 @@ logger = logging.getLogger(__name__)
 
 
 _BUSY_S = 0.2  # a holder that has too much to do is left alone for so long
-_FIRST_AVOID_S = 0.5  # one that does not answer; twice as long each time
+_FIRST_AVOID_S = 0.5  # one that fails; twice as long each time
 _MAX_AVOID_S = 30.0
-_MAX_SILENT = 1024
+_MAX_FAILING = 1024
 
 _REASONS = {
     PageOutcome.OK: Reason.OK,
@@ -128,7 +130,6 @@ class PeerTier(TierEngine):
             keys = load_keys(Path(settings.keys_directory), PEER)
         pages = PageSettings(connect_timeout_s=1.0)
         self._host = settings.listen_host
-        self._namespace = namespace
         self._closed = False
         self._lock = threading.Lock()
         self._sync = PeerSync(
@@ -162,7 +163,7 @@ class PeerTier(TierEngine):
             self._context.destroy(linger=0)
             raise
         self._client = PageClient(pages, keys=keys, context=self._context, clock=clock)
-        self._loader = PeerLoader(self._sync.mirror, self._client, clock)
+        self._loader = PeerLoader(lambda: self._sync.mirror, self._client, clock)
         self._sync.start(self._server, self._membership, pages, keys)
         logger.info(
             "pages are shared at %s port %d, with the servers at %s",
@@ -225,7 +226,7 @@ class PeerTier(TierEngine):
     # ---- Loads ----
 
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
-        return self._loader.submit(run, self._namespace, deadline_s=deadline_s)
+        return self._loader.submit(run, self._sync.namespace, deadline_s=deadline_s)
 
     # ---- Others ----
 
@@ -275,7 +276,6 @@ class PeerTier(TierEngine):
         """As the contract says; pages of the old namespace are no longer served either."""
         self._sync.set_namespace(namespace)
         self._server.set_namespace(namespace)
-        self._namespace = namespace
 
     def close(self) -> None:
         """End every job, leave the others, stop serving. Idempotent."""
@@ -298,19 +298,21 @@ class PeerTier(TierEngine):
 
 
 class PeerLoader:
-    """Loads from other servers: each page from one holder, or from a second if that fails. Misses
-    and failures of a server go to the mirror, so that the next load avoids them.
+    """Loads from other servers: each page from one holder, or from a second if that fails. A server
+    that fails is avoided for a while. One that has a page no longer says so within a second.
 
     ``submit`` from any thread, memory only; parts end on the page client's thread. Does not own
     what it works with.
     """
 
-    def __init__(self, mirror: Mirror, client: PageClient, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, mirror: Callable[[], Mirror], client: PageClient, clock: Callable[[], float]
+    ) -> None:
         self._mirror = mirror
         self._client = client
         self._clock = clock
         self._inflight: set[Job] = set()
-        self._silent: dict[str, int] = {}  # servers that do not answer, and how often
+        self._backoffs: dict[str, Backoff] = {}  # of servers that failed last
         self._closed = False
         self.num_recovered = 0  # pages that a second server had; the client's thread only
 
@@ -323,7 +325,16 @@ class PeerLoader:
         self._inflight.add(job)
         deadline = None if deadline_s is None else self._clock() + deadline_s
         read = partial(self._fetch, namespace)
-        SplitLoad(job, self._clock, deadline, self._find, read, self._inflight.discard).begin()
+        SplitLoad(
+            job,
+            self._clock,
+            deadline,
+            self._find,
+            read,
+            self._inflight.discard,
+            most_pages=MAX_REQUEST_PAGES,
+            most_bytes=self._client.request_bytes,
+        ).begin()
         return job
 
     @property
@@ -338,9 +349,7 @@ class PeerLoader:
         """Find holders in the mirror, but never the same again, nor a third."""
         if self._closed or len(failed) > 1:
             return [None] * len(keys)
-        away = {peer.server for peer in failed}
-        found = self._mirror.find(keys)
-        return [None if peer is None or peer.server in away else peer for peer in found]
+        return self._mirror().find(keys, failed)
 
     def _fetch(self, namespace: bytes, part: LoadPart[Peer], left_s: float | None) -> None:
         if left_s == 0.0:  # nobody is blamed for that
@@ -365,20 +374,16 @@ class PeerLoader:
         server, seen = part.holder.server, set(fetch.outcomes)
         if part.failed:
             self.num_recovered += fetch.outcomes.count(PageOutcome.OK)
-        lacking = [
-            key
-            for key, outcome in zip(fetch.keys, fetch.outcomes, strict=True)
-            if outcome in (PageOutcome.MISS, PageOutcome.DAMAGED)
-        ]
-        if lacking:
-            self._mirror.lacks(server, lacking)
-        if fetch.num_heard:
-            self._silent.pop(server, None)
-        if PageOutcome.LOST in seen or (PageOutcome.LATE in seen and not fetch.num_heard):
-            if len(self._silent) >= _MAX_SILENT:
-                self._silent.clear()
-            times = min(self._silent.get(server, 0), 6)  # beyond, the longest pause
-            self._silent[server] = times + 1
-            self._mirror.avoid(server, min(_FIRST_AVOID_S * 2.0**times, _MAX_AVOID_S))
-        elif PageOutcome.BUSY in seen:
-            self._mirror.avoid(server, _BUSY_S)
+        backoff = self._backoffs.get(server)
+        if fetch.is_silent or seen & {PageOutcome.LOST, PageOutcome.DAMAGED}:
+            if backoff is None:
+                if len(self._backoffs) >= _MAX_FAILING:
+                    self._backoffs.clear()
+                backoff = Backoff(self._clock, _FIRST_AVOID_S, _MAX_AVOID_S)
+                self._backoffs[server] = backoff
+            backoff.fail()
+            self._mirror().avoid(server, backoff.wait_s)
+        elif PageOutcome.OK in seen and backoff is not None:
+            del self._backoffs[server]
+        if PageOutcome.BUSY in seen:
+            self._mirror().avoid(server, _BUSY_S)

@@ -66,7 +66,7 @@ class Position:
         self, known: MirroredPeer, message: Changes, payload: Iterable[bytes | memoryview]
     ) -> None:
         """Take up what came and went of the pages of a server. Where they do not all fit, only
-        their number is kept (``is_cut``), until there is room. Raises ``TransferError`` for a
+        their number is kept (``num_cut``), until there is room. Raises ``TransferError`` for a
         breach of the protocol."""
         added, removed = _changed_pages(message, payload)
         if message.start == 0:
@@ -81,7 +81,7 @@ class Position:
                 self._take_piece(known, message, added)
         elif self.cursor is None and message.sequence == self.sequence + 1:
             self._take_change(known, added, removed)
-        if self.cursor is None and self.mirror.may_hold_more(known):
+        if self.cursor is None and self.mirror.has_room(known):
             self.cursor = 0
 
     def _take_piece(self, known: MirroredPeer, message: Changes, added: Fingerprints) -> None:
@@ -98,12 +98,12 @@ class Position:
         self.cursor = cursor
 
     def _take_change(self, known: MirroredPeer, added: Fingerprints, removed: Fingerprints) -> None:
-        if known.is_cut:
-            self.mirror.note_cut(known, len(added) - len(removed))
+        if known.num_cut:
+            known.num_cut = max(known.num_cut + len(added) - len(removed), 1)
         else:
             self.mirror.remove_pages(known, removed)
             if not self.mirror.add_pages(known, added):
-                self.mirror.cut(known, known.num_pages + known.num_cut + len(added))
+                self.mirror.cut(known, known.num_pages + len(added))
         self.sequence += 1
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang_tiered.sharing.addresses import Target
-    from sglang_tiered.sharing.index_url import IndexUrl
+    from sglang_tiered.sharing.addresses import IndexUrl, Target
 
 __all__ = ["PageSettings", "PeerSettings"]
 

@@ -10,6 +10,7 @@ import logging
 import secrets
 import threading
 import time
+from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,8 @@ from sglang_tiered.sharing.mirror import Mirror
 from sglang_tiered.sharing.pages.messages import ID_BYTES
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import Erasure
-from sglang_tiered.storage.promises import ended
+from sglang_tiered.storage.jobs import call_each
+from sglang_tiered.storage.promises import ended, keep, keep_as, promise
 from sglang_tiered.wire.sockets import endpoint_of
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from sglang_tiered.sharing.addresses import Target
-    from sglang_tiered.sharing.holdings import ChangesPart, Held
+    from sglang_tiered.sharing.holdings import Held
     from sglang_tiered.sharing.membership import Membership
     from sglang_tiered.sharing.pages.messages import ErasureNotice
     from sglang_tiered.sharing.pages.server import PageServer
@@ -69,7 +71,8 @@ class PeerDiscovery:
         self._membership = membership
         self._found = found
         self._every_s = every_s
-        self._known: dict[str, list[str]] = {}  # by name
+        self._asked: dict[str, Future[list[str]]] = {}  # by name, until it is answered
+        self._known: dict[str, list[str]] = {}
         self._troubles: dict[str, str] = {}
         self._log = OnceLog(logger)
         self._is_closed = threading.Event()
@@ -101,21 +104,25 @@ class PeerDiscovery:
         }
         if self._membership is not None:
             asks["the Redis"] = self._membership.exchange
-        known, troubles = {}, {}
         for name, ask in asks.items():
+            if name not in self._asked:
+                (self._asked[name],) = call_each(lambda ask: ask(), [ask], 1)
+        wait(self._asked.values(), self._every_s)  # a slow name keeps no other from being asked
+        troubles = self._troubles.copy()
+        for name in [name for name, answer in self._asked.items() if answer.done()]:
             try:
-                known[name] = ask()
+                self._known[name] = self._asked.pop(name).result()
+                troubles.pop(name, None)
                 self._log.settle(name)
             except Exception as error:
                 self.num_failures += 1
                 why = error.strerror if isinstance(error, OSError) else None
                 troubles[name] = f"{name} is not found ({why or error})"
                 self._log.report(name, "%s; servers that are known already stay so", troubles[name])
-                if name in self._known:
-                    known[name] = self._known[name]
-        self._known, self._troubles = known, troubles
-        addresses = dict.fromkeys(each for found in known.values() for each in found)
-        self._found(list(addresses)[:MAX_ADDRESSES], known.keys() == asks.keys())
+        self._known = {name: self._known[name] for name in asks if name in self._known}
+        self._troubles = {name: troubles[name] for name in asks if name in troubles}
+        addresses = dict.fromkeys(each for found in self._known.values() for each in found)
+        self._found(list(addresses)[:MAX_ADDRESSES], self._known.keys() == asks.keys())
 
     def _resolved(self, target: Target) -> list[str]:
         return [
@@ -149,14 +156,8 @@ class PeerSync:
         self.namespace = namespace
         self._num_namespaces = 0
         self.book = ErasureBook(namespace, notes=notes, clock=clock)
-        self.mirror = Mirror(
-            settings.max_pages,
-            settings.max_peers,
-            salt=int.from_bytes(self.server[:8], "little"),
-            digest=lambda: self.book.digest,
-            clock=clock,
-        )
-        self.holdings = Holdings(held)
+        self._held = held
+        self.mirror, self.holdings = self._make_mirror(), Holdings(held)
         self._shown = self.book.noted_digest
         self._log = OnceLog(logger)
         self._tell: Callable[[], None] = lambda: None
@@ -202,9 +203,16 @@ class PeerSync:
         no lock."""
         if self.mirror.has_peers:
             return ""
-        troubles = self.follower.troubles
-        address = next(iter(troubles), "")
-        return self.discovery.trouble or (f"{address}: {troubles[address]}" if address else "")
+        return self.discovery.trouble or self.follower.trouble
+
+    def _make_mirror(self) -> Mirror:
+        return Mirror(
+            self._settings.max_pages,
+            self._settings.max_peers,
+            salt=int.from_bytes(self.server[:8], "little"),
+            digest=lambda: self.book.digest,
+            clock=self._clock,
+        )
 
     # ---- What followers are told: the page server's thread ----
 
@@ -213,12 +221,6 @@ class PeerSync:
         """That of the erasures that a restart does not undo, and whose pages followers are told to
         be gone, or will be first."""
         return self._shown
-
-    def since(self, epoch: int, sequence: int, cursor: int | None) -> ChangesPart | None:
-        return self.holdings.since(epoch, sequence, cursor)
-
-    def compare(self, ids: bytes) -> tuple[bytes, list[ErasureNotice], bytes]:
-        return self.book.compare(ids)
 
     def taught(self, erasures: Sequence[ErasureNotice]) -> None:
         """Apply what another server told, soon."""
@@ -250,12 +252,13 @@ class PeerSync:
         if namespace == self.namespace:
             return
         with self._wakes:
-            self.follower.set_namespace(namespace)
+            self.mirror = self._make_mirror()  # from now on nothing is found
+            self.follower.set_namespace(namespace, self.mirror)
             self.namespace = namespace
             self._num_namespaces += 1
             self._told.clear()
             self.book.change_namespace(namespace)
-            self.holdings.begin()
+            self.holdings = Holdings(self._held)
         self._wake()
 
     def close(self) -> None:
@@ -304,30 +307,30 @@ class PeerSync:
             else:
                 self._log.settle("keeper")
             pause_s = max(self._settings.publish_s, _IDLE_PART * (time.thread_time() - begun))
-            self.follower.settle()
 
     def _apply(self, told: list[ErasureNotice], moment: int) -> None:
         """Apply erasures of others: one of a tenant is enough for all that were begun before."""
         applied: dict[bytes | None, Future[bool]] = {}
         for each in self.book.unknown(told):
-            try:
-                keys = each.split_keys()
-                if keys is None and each.tenant in applied:
-                    local = applied[each.tenant]
-                else:
-                    selected = None if keys is None else tuple(keys)
-                    local = self._erase(Erasure(selected, each.tenant, each.id, spread=False))
-                if keys is None:
-                    applied[each.tenant] = local
-            except Exception:
-                # Those who know it tell it again, and exchange no page with this server until then.
-                self._log.fault("erase", "what another server erased could not be erased here")
-                continue
-            self._log.settle("erase")
+            local = promise()
             with self._wakes:
                 if self._num_namespaces != moment:
                     return
-                self.book.learn(each, local)
+                self.book.learn(each, local)  # from now on nothing is taken from who knows less
+            try:
+                keys = each.split_keys()
+                if keys is None and each.tenant in applied:
+                    erased = applied[each.tenant]
+                else:
+                    selected = None if keys is None else tuple(keys)
+                    erased = self._erase(Erasure(selected, each.tenant, each.id, spread=False))
+                if keys is None:
+                    applied[each.tenant] = erased
+            except Exception:
+                # Those who know it tell it again, and exchange no page with this server until then.
+                self._log.fault("erase", "what another server erased could not be erased here")
+                keep(local, False)
+                continue
+            self._log.settle("erase")
             local.add_done_callback(lambda _: self._wake())
-        if told:
-            self.follower.compare()
+            erased.add_done_callback(partial(keep_as, local))

@@ -4,6 +4,7 @@ threads that work at them."""
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -115,7 +116,8 @@ class SplitLoad(Generic[_Holder]):
 
     ``find`` says for each key whom to ask, but for those who failed. ``read`` begins a part in
     so many seconds, or raises with nothing begun; whoever reads calls ``end`` after the last touch
-    of its pages. ``over`` is called just before the caller may know. None of them may block."""
+    of its pages. ``over`` is called just before the caller may know. None of them may block. A part
+    has ``most_pages`` and ``most_bytes``, or is of one page."""
 
     job: Job
     clock: Callable[[], float]
@@ -123,6 +125,8 @@ class SplitLoad(Generic[_Holder]):
     find: Callable[[Sequence[bytes], frozenset[_Holder]], Sequence[_Holder | None]]
     read: Callable[[LoadPart[_Holder], float | None], None]
     over: Callable[[Job], None]
+    most_pages: float = math.inf
+    most_bytes: float = math.inf
     _num_left: int = 1  # parts under way, and who asks for more
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -163,15 +167,29 @@ class SplitLoad(Generic[_Holder]):
         for position, holder in zip(positions, found, strict=True):
             if holder is not None:
                 groups.setdefault(holder, []).append(position)
-        for holder, group in groups.items():
-            part = LoadPart(self, holder, _select(run, group), group, failed)
+        parts = [(holder, some) for holder, group in groups.items() for some in self._cut(group)]
+        for holder, some in parts:
+            part = LoadPart(self, holder, _select(run, some), some, failed)
             with self._lock:
                 self._num_left += 1
             try:
                 self.read(part, self._left_s())
             except Exception:
                 logger.exception(_INTERNAL_ERROR)
-                self.end(part, [Reason.IO_ERROR] * len(group))
+                self.end(part, [Reason.IO_ERROR] * len(some))
+
+    def _cut(self, positions: list[int]) -> list[list[int]]:
+        parts: list[list[int]] = [[]]
+        num_bytes = 0  # of the last part
+        for position in positions:
+            size = sum(part.nbytes for part in self.job.run.pages[position])
+            is_full = num_bytes + size > self.most_bytes or len(parts[-1]) >= self.most_pages
+            if parts[-1] and is_full:
+                parts.append([])
+                num_bytes = 0
+            parts[-1].append(position)
+            num_bytes += size
+        return parts
 
     def _left_s(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - self.clock())

@@ -176,9 +176,9 @@ def load_keys(directory: Path, role: str) -> Keys:
 
 def _load(flag: str, directory: Path, role: str) -> Keys:
     other = PEER if role == PEER else ROLES[1 - ROLES.index(role)]
-    own, peer = directory / f"{role}.key_secret", directory / f"{other}.key"
+    own = directory / f"{role}.key_secret"
     _check_writers(flag, directory)
-    for path in (own, peer):
+    for path in (own, directory / f"{other}.key"):
         if not path.is_file():
             raise ConfigError(
                 f"{flag} {directory} has no {path.name}; make keys with sglang-tiered "
@@ -188,18 +188,15 @@ def _load(flag: str, directory: Path, role: str) -> Keys:
         raise ConfigError(f"{own} can be read by others; chmod 600 it.")
     try:
         public, secret = zmq.auth.load_certificate(own)
-        peer_public, _ = zmq.auth.load_certificate(peer)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{flag} {directory} holds no usable keys ({error}).") from error
     if secret is None:
         raise ConfigError(f"{own} holds no secret key; make new keys.")
-    if not all(len(key) == _KEY_CHARS for key in (public, secret, peer_public)):
+    if not all(len(key) == _KEY_CHARS for key in (public, secret)):
         raise ConfigError(f"{flag} {directory} holds truncated keys; copy them again.")
-    _check_admitted(flag, directory)
-    others = [
-        zmq.auth.load_certificate(path)[0] for path in sorted(directory.glob(f"{other}-*.key"))
-    ]
-    return Keys(public, secret, peer_public, directory, tuple(others))
+    admitted = _admitted(flag, directory)
+    others = [key for name, key in admitted.items() if name.startswith(f"{other}-")]
+    return Keys(public, secret, admitted[f"{other}.key"], directory, tuple(others))
 
 
 def _check_writers(flag: str, directory: Path) -> None:
@@ -214,16 +211,18 @@ def _check_writers(flag: str, directory: Path) -> None:
             )
 
 
-def _check_admitted(flag: str, directory: Path) -> None:
-    """Raises ``ConfigError`` for a bad ``*.key`` file: the authenticator would then read no
-    file."""
+def _admitted(flag: str, directory: Path) -> dict[str, bytes]:
+    """The keys in ``*.key`` files by their names, sorted. Raises ``ConfigError`` for a bad one: the
+    authenticator would then read no file."""
+    admitted = {}
     for path in sorted(directory.glob("[!.]*.key")):
         try:
-            public, _ = zmq.auth.load_certificate(path)
+            admitted[path.name], _ = zmq.auth.load_certificate(path)
         except (OSError, ValueError):
-            public = b""
-        if len(public) != _KEY_CHARS:
+            admitted[path.name] = b""
+        if len(admitted[path.name]) != _KEY_CHARS:
             raise ConfigError(
                 f"{flag} {directory} admits every key in a *.key file, but {path.name} is not a "
                 "usable key; copy it again, or move it away."
             )
+    return admitted

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 
 from kit.waiting import eventually
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.sharing import sync
 from sglang_tiered.sharing.addresses import Target, parse_targets
 from sglang_tiered.sharing.sync import PeerDiscovery
 
@@ -43,4 +47,33 @@ def test_a_name_that_does_not_resolve_ends_nothing() -> None:
         targets.pop(0)
         eventually(lambda: told[-1] == (both, True) and one.trouble == "")
     finally:
+        one.close()
+
+
+def test_a_slow_name_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the record of this server, which expires unless it is renewed."""
+    answered, resolve = threading.Event(), sync.resolve
+
+    def slow(host: str) -> list[str]:
+        assert host != "slow.example" or answered.wait(60.0)
+        return resolve(host)
+
+    monkeypatch.setattr(sync, "resolve", slow)
+    exchanges: list[int] = []
+    membership = SimpleNamespace(
+        exchange=lambda: exchanges.append(1) or ["tcp://192.0.2.1:1"], close=lambda: None
+    )
+    told: list[tuple[list[str], bool]] = []
+    one = PeerDiscovery(
+        [Target("slow.example", 1), Target("127.0.0.1", 2)],
+        (0,),
+        membership=membership,  # type: ignore[arg-type]
+        found=lambda *found: told.append(found),
+        every_s=0.02,
+    )
+    try:
+        eventually(lambda: len(exchanges) > 5)
+        eventually(lambda: told[-1:] == [(["tcp://127.0.0.1:2", "tcp://192.0.2.1:1"], False)])
+    finally:
+        answered.set()
         one.close()

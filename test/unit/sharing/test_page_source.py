@@ -12,13 +12,21 @@ import pytest
 from page_peers import Wanted, page_client, page_server
 
 from kit.faulty import Fault, FaultyDevice
-from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run, make_soft_run, page_data, soft_encoding
+from kit.runs import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    blank,
+    make_run,
+    make_soft_run,
+    page_data,
+    soft_encoding,
+)
 from kit.tiers import open_region, store
-from kit.waiting import TIMEOUT_S
+from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.page_source import BufferPool, PageSource
 from sglang_tiered.sharing.pages.landing import PageOutcome
-from sglang_tiered.storage.base import Erasure, Run
+from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
@@ -128,22 +136,42 @@ def test_what_no_load_would_get_is_not_served(
     assert read(source, run.keys, lengths) == [first if what == "damaged" else None, None]
 
 
-@pytest.mark.parametrize("is_well", [True, False])
-def test_an_outage_is_no_miss(tmp_path: Path, is_well: bool) -> None:
-    """Who asks would take what is held here for gone, and hear nothing else of it."""
+def test_pages_are_given_again_after_an_outage(tmp_path: Path) -> None:
+    """What cannot be read is a miss. The store hides what it tried, and nothing else is kept."""
     (tmp_path / "store").mkdir(mode=0o700)
     device = FaultyDevice(FileDevice(tmp_path / "store"))
     region, run = open_region(tmp_path / "store", device=device), make_run(1, SIZES)
     pages = dict(zip(run.keys, map(bytes, stored(region, run)), strict=True))
-    if is_well:
-        device.faults = [Fault(at=0, operation="readv", times=1000, error=errno.EIO)]
-    else:
-        region._health.fault("a test wants it")
     with page_server({}, namespace=NAMESPACE) as (server, _), page_client() as client:
         server._reader = PageSource.of_region(region, max_free_bytes=1 << 20)
+        device.faults = [Fault(at=0, operation="readv", times=1000, error=errno.EIO)]
         wanted = Wanted(client, server.port, pages, namespace=NAMESPACE)
-        assert wanted.wait() == [PageOutcome.BUSY] * len(pages)
-        assert server.held_bytes == 0
+        assert wanted.wait() == [PageOutcome.MISS] * len(pages)
+        device.faults = []
+        wanted = Wanted(client, server.port, pages, namespace=NAMESPACE)
+        held = [page is not None for page in region.view.find(list(pages))]
+        assert any(held)
+        assert wanted.wait() == [PageOutcome.OK if one else PageOutcome.MISS for one in held]
+        eventually(lambda: server.held_bytes == 0)
+    region.close()
+
+
+def test_only_requests_here_hold_back_others(tmp_path: Path) -> None:
+    """Reads for others that wait for a reader are no reason to begin no more of them."""
+    (tmp_path / "store").mkdir(mode=0o700)
+    device, let_go = FaultyDevice(FileDevice(tmp_path / "store")), threading.Event()
+    region, run = open_region(tmp_path / "store", device=device), make_run(1, SIZES)
+    lengths = stored(region, run)
+    source, answered = PageSource.of_region(region, max_free_bytes=1 << 20), list[Any]()
+    device.before = lambda operation, *_: None if operation != "readv" else let_go.wait(TIMEOUT_S)
+    for _ in range(32):
+        source.read(run.keys, lengths, answered.append)
+    assert not source.is_pressed
+    jobs = [region.submit_load(blank(run)) for _ in range(32)]
+    assert source.is_pressed
+    let_go.set()
+    assert all(finished(job) == [Reason.OK] * len(SIZES) for job in jobs)
+    eventually(lambda: len(answered) == 32)
     region.close()
 
 
@@ -161,7 +189,9 @@ def test_a_read_that_fails_keeps_nobody_waiting() -> None:
         raise RuntimeError("no memory")
 
     found: list[Any] = []
-    source = PageSource(fail, max_free_bytes=1 << 20, generation=lambda: 0)
+    source = PageSource(
+        fail, namespace=lambda: NAMESPACE, max_free_bytes=1 << 20, generation=lambda: 0
+    )
     with pytest.raises(RuntimeError, match="no memory"):
         source.read([b"k" * 32], [100], found.append)
     assert [pages.places for pages in found] == [[None], [None]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from page_peers import (
     DEADLINE_S,
     HOST,
     NAMESPACE,
+    PATIENT,
     StrangeServer,
     make_pages,
     page_client,
@@ -17,7 +19,7 @@ from page_peers import (
 )
 
 from server_process import free_port
-from sglang_tiered.sharing.mirror import Peer
+from sglang_tiered.sharing.mirror import Mirror, Peer, fingerprints_of
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.peer_tier import PeerLoader
 from sglang_tiered.storage.base import Reason, Run
@@ -25,43 +27,82 @@ from sglang_tiered.storage.base import Reason, Run
 PAGES = make_pages(1, [4096, 5000])
 
 
-def blank() -> Run:
-    return Run(tuple(PAGES), tuple((memoryview(bytearray(len(p))),) for p in PAGES.values()))
+def blank(more: int = 0) -> Run:
+    """Room for the pages, each by so much too long."""
+    return Run(tuple(PAGES), tuple((memoryview(bytearray(len(p) + more)),) for p in PAGES.values()))
+
+
+def mirror_of(*holders: Peer, first: Peer) -> Mirror:
+    """All of them have all pages; the first page is asked of ``first``."""
+    for salt in range(100):
+        mirror = Mirror(1000, 4, salt=salt, digest=bytes, clock=time.monotonic)
+        for peer in holders:
+            known = mirror.join(peer)
+            assert known is not None
+            known.is_live = True
+            assert mirror.add_pages(known, fingerprints_of(list(PAGES)))
+            mirror.loaded(known)
+        if mirror.find(list(PAGES)) == [first] * len(PAGES):
+            return mirror
+    raise AssertionError("it is never asked first")
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_a_holder_that_failed_is_not_asked_again(is_silent: bool, is_alone: bool) -> None:
-    """Though the mirror finds it at once. Silence leaves no time to ask another."""
-    told: list[tuple[str, str]] = []
+    """Silence leaves no time to ask another."""
+    avoided: list[str] = []
     with StrangeServer() as liar, page_server(PAGES) as (other, _), page_client() as client:
         first, second = (Peer(str(n), f"tcp://{HOST}:{n}") for n in (liar.port, other.port))
-        mirror = SimpleNamespace(
-            find=lambda keys: [first if is_alone or not told else second] * len(keys),
-            lacks=lambda server, keys: told.append((server, "lacks")),
-            avoid=lambda server, seconds: told.append((server, "avoid")),
-        )
-        loader = PeerLoader(mirror, client, time.monotonic)  # type: ignore[arg-type]
+        holders = [first] if is_alone else [first, second]
+        mirror = mirror_of(*holders, first=first)
+        mirror.avoid = lambda server, seconds: avoided.append(server)  # type: ignore[method-assign]
+        loader = PeerLoader(lambda: mirror, client, time.monotonic)
         job = loader.submit(blank(), NAMESPACE, deadline_s=0.2 if is_silent else None)
         asked = liar.hear()
         if not is_silent:
             liar.say(messages.Found(asked.number, [None] * 2))
         assert job.wait(DEADLINE_S)
-        assert told == [(first.server, "avoid" if is_silent else "lacks")]
+        assert avoided == [first.server] * is_silent
         served = Reason.MISS if is_alone else Reason.OK
         assert job.reasons == [Reason.IO_ERROR if is_silent else served] * 2
         assert other.stats.num_requests == (not is_silent and not is_alone)
 
 
 def test_lost_holder_is_avoided_with_growing_pauses() -> None:
-    gone, pauses = Peer("gone", f"tcp://{HOST}:{free_port()}"), list[float]()
+    """However many requests were lost with it."""
+    gone, pauses, now = Peer("gone", f"tcp://{HOST}:{free_port()}"), list[float](), [100.0]
     mirror = SimpleNamespace(
-        find=lambda keys: [gone] * len(keys),
+        find=lambda keys, without: [None if without else gone] * len(keys),
         avoid=lambda server, seconds: pauses.append(seconds),
     )
-    with page_client() as client:
-        loader = PeerLoader(mirror, client, time.monotonic)  # type: ignore[arg-type]
+    with page_client(replace(PATIENT, request_bytes=1)) as client:
+        loader = PeerLoader(lambda: mirror, client, lambda: now[0])  # type: ignore[arg-type]
         for _ in range(9):
             job = loader.submit(blank(), NAMESPACE, deadline_s=None)
             assert job.wait(DEADLINE_S) and job.reasons == [Reason.IO_ERROR] * 2
-    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+            now[0] += 60.0
+    assert pauses[::2] == pauses[1::2] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+def test_pages_asked_for_wrongly_are_found_after() -> None:
+    """A load of a wrong length says nothing of what the holder has."""
+    with page_server(PAGES) as (server, _), page_client() as client:
+        holder = Peer("1", f"tcp://{HOST}:{server.port}")
+        mirror = mirror_of(holder, first=holder)
+        loader = PeerLoader(lambda: mirror, client, time.monotonic)
+        for run, reason in ((blank(1), Reason.MISS), (blank(), Reason.OK)):
+            job = loader.submit(run, NAMESPACE, deadline_s=None)
+            assert job.wait(DEADLINE_S) and job.reasons == [reason] * len(PAGES)
+
+
+def test_a_holder_of_damaged_pages_is_avoided() -> None:
+    with StrangeServer() as liar, page_client() as client:
+        holder = Peer("1", f"tcp://{HOST}:{liar.port}")
+        mirror = mirror_of(holder, first=holder)
+        loader = PeerLoader(lambda: mirror, client, time.monotonic)
+        job = loader.submit(blank(), NAMESPACE, deadline_s=None)
+        asked = liar.hear()
+        liar.say(messages.Found(asked.number, [1, 2]), b"".join(PAGES.values()))
+        assert job.wait(DEADLINE_S) and job.reasons == [Reason.CORRUPT] * 2
+        assert mirror.find(list(PAGES)) == [None] * 2

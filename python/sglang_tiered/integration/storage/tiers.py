@@ -258,19 +258,14 @@ def peer_settings(
     """Return the settings of one rank, which is a peer of its own: it follows those ranks of other
     servers that may hold the same pages. Raises ``ConfigError`` for values that cannot work."""
     # Imported late: without other servers its libraries are not needed.
-    from sglang_tiered.sharing.addresses import parse_targets
+    from sglang_tiered.sharing.addresses import parse_index_url, parse_targets
     from sglang_tiered.sharing.settings import PeerSettings
 
-    index = None
-    if config.url is not None:  # an extra
-        from sglang_tiered.sharing.index_url import parse_index_url
-
-        index = parse_index_url(config.url)
     last = max(num_ranks, rank + 1)
     return PeerSettings(
         peers=() if config.servers is None else parse_targets(config.servers),
         ports=tuple(range(rank % tp_size, last, tp_size)),
-        index=index,
+        index=None if config.url is None else parse_index_url(config.url),
         listen_host=config.host,
         listen_port=0 if config.port is None else config.port + rank,
         keys_directory=config.keys_directory,

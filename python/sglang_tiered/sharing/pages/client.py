@@ -13,18 +13,16 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import zmq
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages import messages
-from sglang_tiered.sharing.pages.landing import PageFetch, PageOutcome, PageRequest, cut_requests
+from sglang_tiered.sharing.pages.landing import PageFetch, PageOutcome
 from sglang_tiered.sharing.pages.link import PageLink
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.wire.loop import EndpointLoop
-from sglang_tiered.wire.sockets import printable, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +34,6 @@ __all__ = ["ClientStats", "PageClient"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_MESSAGES = 4  # of one server at a time, so that others wait only for their copies
 _MIN_WAIT_S = 0.0005
 
 
@@ -73,9 +70,8 @@ class PageClient:
         self._context = context or zmq.Context()
         self._owns_context = context is None
         self._links: dict[str, PageLink] = {}
-        self._fetches: dict[PageFetch, list[PageRequest]] = {}
+        self._fetches: set[PageFetch] = set()
         self._numbers = itertools.count(1)
-        self._open_bytes = 0  # asked for and still wanted
         self._loop = EndpointLoop("tier-page-client", self._step, self._tick)
         self._loop.start()
 
@@ -90,8 +86,8 @@ class PageClient:
         done: Callable[[PageFetch], None],
     ) -> PageFetch:
         """Fill ``pages`` with the pages that the server at ``address`` holds under ``keys``, each
-        key once. ``done`` is called at the end, at most ``deadline_s`` from now; it must not block.
-        """
+        key once, by one request: what no message can name is a miss. ``done`` is called at the end,
+        at most ``deadline_s`` from now; it must not block."""
         deadline = None if deadline_s is None else self._clock() + deadline_s
         fetch = PageFetch(address, namespace, keys, pages, deadline, done)
         with self._lock:
@@ -101,6 +97,11 @@ class PageClient:
         fetch.outcomes = [PageOutcome.CANCELLED] * len(keys)
         fetch.end()
         return fetch
+
+    @property
+    def request_bytes(self) -> int:
+        """About what one fetch should ask for."""
+        return self._settings.request_bytes
 
     @property
     def num_links(self) -> int:
@@ -124,31 +125,26 @@ class PageClient:
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when the books do not balance. Call while nothing is fetched."""
         assert not self._fetches, f"{len(self._fetches)} fetches under way"
-        assert self._open_bytes == 0, f"{self._open_bytes} bytes asked for without a fetch"
         left = sum(len(link.waiting) for link in self._links.values())
         assert not left, f"{left} requests wait without a fetch"
 
     # ---- The client's thread ----
 
     def _start_fetch(self, fetch: PageFetch) -> None:
-        self._fetches[fetch] = []
+        self._fetches.add(fetch)
         try:
-            requests = cut_requests(fetch, self._settings.request_bytes, self._numbers)
-            self._fetches[fetch] = requests
-            if not requests:
-                self._end(fetch)
-                return
-            link = self._link_to(fetch.address)
-            if link is None:
-                self._end_early(fetch, PageOutcome.BUSY)
-                return
-            link.waiting.extend(requests)
+            if not fetch.can_be_asked:
+                self._end(fetch, PageOutcome.MISS)
+            elif (link := self._link_to(fetch.address)) is None:
+                self._end(fetch, PageOutcome.BUSY)
+            else:
+                link.waiting.append(fetch)
         except TransferError as error:
             logger.warning("cannot fetch pages of another server (%s); they are misses", error)
-            self._end_early(fetch, PageOutcome.LOST)
+            self._end(fetch, PageOutcome.LOST)
         except Exception:
             logger.exception("internal error while asking for pages; they are misses")
-            self._end_early(fetch, PageOutcome.LOST)
+            self._end(fetch, PageOutcome.LOST)
 
     def _link_to(self, address: str) -> PageLink | None:
         """The connection to a server, made if need be; None if ``max_links`` are in use."""
@@ -160,10 +156,16 @@ class PageClient:
             if not idle:
                 return None
             self._close(min(idle, key=lambda link: link.last_heard))
-        link = PageLink.connect(self._context, address, self._settings, self._keys, self._clock())
-        self._links[address] = link
-        self._loop.add_socket(link.monitor, partial(self._on_monitor, link))
-        self._loop.add_socket(link.socket, partial(self._on_message, link))
+        link = self._links[address] = PageLink(
+            self._loop,
+            self._context,
+            address,
+            self._settings,
+            self._keys,
+            heard=self._hear,
+            lost=self._lost,
+            clock=self._clock,
+        )
         return link
 
     def _step(self) -> float | None:
@@ -176,174 +178,138 @@ class PageClient:
     def _expire(self, now: float) -> None:
         for fetch in list(self._fetches):
             if fetch.deadline is not None and fetch.deadline <= now:
-                self._end_early(fetch, PageOutcome.LATE)
+                link = self._links.get(fetch.address)
+                fetch.is_silent = fetch.sent_at is not None and (
+                    link is None or link.last_heard <= fetch.sent_at
+                )
+                self._end(fetch, PageOutcome.LATE)
 
     def _send_some(self, now: float) -> None:
         """Send requests while there is room, one of each server in turn."""
+        links = list(self._links.values())
+        asked = [each for link in links for each in link.open_requests.values()]
+        wanted_bytes = sum(each.num_bytes for each in asked if each.is_open)
         sent = True
         while sent:
             sent = False
-            for link in list(self._links.values()):
-                if self._may_send(link) and self._send_next(link, now):
-                    sent = True
+            for link in links:
+                size = self._send_next(link, now) if self._may_send(link, wanted_bytes) else 0
+                wanted_bytes += size
+                sent = sent or size > 0
         for address in list(self._links)[:1]:  # another one is the first, next time
             self._links[address] = self._links.pop(address)
 
-    def _may_send(self, link: PageLink) -> bool:
-        """Whether the first request of a link fits. Without any other request, every size fits."""
-        while link.waiting and link.waiting[0].is_settled:
+    def _may_send(self, link: PageLink, wanted_bytes: int) -> bool:
+        """Whether the first request of a link fits beside what is asked for and still wanted.
+        Without any other request, every size fits."""
+        while link.waiting and not link.waiting[0].is_open:
             link.waiting.popleft()
         if not link.waiting or len(link.open_requests) >= self._settings.max_requests:
             return False
         size, window = link.waiting[0].num_bytes, self._settings.window_bytes
-        return (not self._open_bytes or self._open_bytes + size <= window) and (
-            not link.open_bytes or link.open_bytes + size <= window // 2
+        owed_bytes = sum(each.num_bytes for each in link.open_requests.values())
+        return (not wanted_bytes or wanted_bytes + size <= window) and (
+            not owed_bytes or owed_bytes + size <= window // 2
         )
 
-    def _send_next(self, link: PageLink, now: float) -> bool:
-        request = link.waiting[0]
-        fetch = request.fetch
+    def _send_next(self, link: PageLink, now: float) -> int:
+        """Send the first request. Returns the bytes that it asks for, or 0 if it does not fit into
+        the queue."""
+        fetch, number = link.waiting[0], next(self._numbers)
         patience_s = 60.0 if fetch.deadline is None else max(fetch.deadline - now, 0.001)
         message = messages.Fetch(
-            request.number,
+            number,
             fetch.namespace,
-            request.joined_keys(),
-            request.lengths(),
+            b"".join(fetch.keys),
+            fetch.lengths,
             min(3_600_000, max(1, int(patience_s * 1000))),
         )
         if not link.send(message):
-            return False
+            return 0
         link.waiting.popleft()
         if not link.open_requests:
             link.last_heard = now  # its silence counts from now on
-        request.sent_at = now
-        link.open_requests[request.number] = request
-        link.open_bytes += request.num_bytes
-        self._open_bytes += request.num_bytes
+        fetch.sent_at = now
+        link.open_requests[number] = fetch
         self.stats.num_requests += 1
-        return True
+        return fetch.num_bytes
 
-    def _on_message(self, link: PageLink) -> None:
-        for frames in received(link.socket, _MAX_MESSAGES):
-            if link.is_gone:
-                return
-            link.last_heard = self._clock()
-            try:
-                self._serve_answer(link, [frame.buffer for frame in frames])
-            except TransferError as error:
-                self.stats.num_breaches += 1
-                self._lose(link, str(error))
-                return
-            self._expire(self._clock())  # however much arrives, from however many servers
-
-    def _serve_answer(self, link: PageLink, frames: list[memoryview]) -> None:
-        message = messages.decode_from_server(frames)
-        if isinstance(message, messages.Refuse):
-            raise TransferError(printable(message.reason))
+    def _hear(
+        self, link: PageLink, message: messages.FromServer, payload: list[memoryview]
+    ) -> None:
         if not isinstance(message, messages.Found | messages.Busy):
             raise TransferError("a page server answered what it was not asked.")
-        request = link.open_requests.pop(message.number, None)
-        if request is None:
+        fetch = link.open_requests.pop(message.number, None)
+        if fetch is None:
             self.stats.num_unasked += 1
             return
-        link.open_bytes -= request.num_bytes
-        if request.is_settled:
+        if not fetch.is_open:
             self.stats.num_overdue += 1
             return
         if isinstance(message, messages.Busy):
-            self._settle(request, PageOutcome.BUSY)
+            self._end(fetch, PageOutcome.BUSY)
             return
         try:
-            request.land(message, frames[2:])
+            fetch.land(message, payload)
         except TransferError:
-            self._settle(request, PageOutcome.LOST)
+            self._end(fetch, PageOutcome.LOST)
             raise
         except Exception:
             logger.exception("internal error while receiving pages; they are misses")
-            self._settle(request, PageOutcome.LOST)
+            self._end(fetch, PageOutcome.LOST)
         else:
-            self._settle(request, None)
-
-    def _on_monitor(self, link: PageLink) -> None:
-        reason = link.loss_reason()
-        if reason is not None and not link.is_gone:
-            self._on_message(link)  # reads what it sent before
-            if not link.is_gone:
-                self._lose(link, f"{link.address} {reason}")
+            self._end(fetch)
+        self._expire(self._clock())  # however much arrives, from however many servers
 
     def _tick(self, now: float) -> None:
         now = self._clock()
         settings = self._settings
         for link in list(self._links.values()):
-            if not link.is_open and now - link.opened_at > settings.connect_timeout_s:
-                self._lose(link, f"{link.address} does not answer")
-            elif link.open_requests and now - link.last_heard > settings.answer_timeout_s:
-                self._lose(link, f"{link.address} has not answered in time")
-            elif link.is_idle and now - link.last_heard > settings.idle_s:
+            link.check(settings.answer_timeout_s if link.open_requests else None)
+            if not link.is_gone and link.is_idle and now - link.last_heard > settings.idle_s:
                 self._close(link)
 
-    def _settle(self, request: PageRequest, outcome: PageOutcome | None) -> None:
-        """End a request: no page of it lands from here on. ``outcome`` is that of all its pages;
-        None if each has its own."""
-        if request.is_settled:
+    def _end(self, fetch: PageFetch, outcome: PageOutcome | None = None) -> None:
+        """End a fetch: no page of it lands from here on. ``outcome`` is that of all its pages; None
+        if each has its own."""
+        if not fetch.is_open:
             return
-        request.is_settled = True
-        if request.sent_at is not None:
-            self._open_bytes -= request.num_bytes
-        fetch = request.fetch
+        self._fetches.discard(fetch)
         if outcome is not None:
-            fetch.settle(request, outcome)
-        fetch.num_left -= 1
-        if not fetch.num_left:
-            self._end(fetch)
-
-    def _end_early(self, fetch: PageFetch, outcome: PageOutcome) -> None:
-        """End a fetch, and its open requests with ``outcome``."""
-        requests = self._fetches.get(fetch)
-        if requests is None or not fetch.is_open:
-            return
-        for request in requests:
-            self._settle(request, outcome)
-        if fetch.is_open:  # it had no open request
-            self._end(fetch)
-
-    def _end(self, fetch: PageFetch) -> None:
-        del self._fetches[fetch]
+            fetch.outcomes = [outcome] * len(fetch.keys)
         self.stats.outcomes.update(fetch.outcomes)
         self.stats.num_bytes += sum(
             length
-            for length, outcome in zip(fetch.lengths, fetch.outcomes, strict=True)
-            if outcome is PageOutcome.OK
+            for length, became in zip(fetch.lengths, fetch.outcomes, strict=True)
+            if became is PageOutcome.OK
         )
         try:
             fetch.end()
         except Exception:
             logger.exception("internal error in the callback of a fetch; the client goes on")
 
-    def _lose(self, link: PageLink, reason: str) -> None:
+    def _lost(self, link: PageLink, reason: str, is_breach: bool) -> None:
         self.stats.num_links_lost += 1
-        had = bool(link.open_requests or link.waiting)
+        self.stats.num_breaches += is_breach
         logger.log(
-            logging.WARNING if had else logging.DEBUG,
-            "connection to a page server lost (%s); its pages are misses",
+            logging.DEBUG if link.is_idle else logging.WARNING,
+            "connection to the page server %s lost (%s); its pages are misses",
+            link.address,
             reason,
         )
         self._close(link)
 
     def _close(self, link: PageLink) -> None:
-        if self._links.get(link.address) is link:
-            del self._links[link.address]
+        link.close()
+        del self._links[link.address]
         left = [*link.open_requests.values(), *link.waiting]
         link.open_requests.clear()
         link.waiting.clear()
-        link.close()
-        self._loop.remove_socket(link.monitor)
-        self._loop.remove_socket(link.socket)
-        for request in left:
-            self._settle(request, PageOutcome.LOST)
+        for fetch in left:
+            self._end(fetch, PageOutcome.LOST)
 
     def _end_all(self) -> None:
         for fetch in list(self._fetches):
-            self._end_early(fetch, PageOutcome.CANCELLED)
+            self._end(fetch, PageOutcome.CANCELLED)
         for link in list(self._links.values()):
             self._close(link)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     import zmq
 
-    from sglang_tiered.sharing.holdings import ChangesPart
+    from sglang_tiered.sharing.erasures import ErasureBook
+    from sglang_tiered.sharing.holdings import Holdings
 
     Send = Callable[[bytes, Any, Sequence[memoryview]], list[zmq.MessageTracker] | None]
 
@@ -51,11 +52,11 @@ class Told(Protocol):
     @property
     def digest(self) -> bytes: ...
 
-    def since(self, epoch: int, sequence: int, cursor: int | None) -> ChangesPart | None:
-        """Return what a follower lacks, as ``Holdings.since``."""
+    @property
+    def holdings(self) -> Holdings: ...
 
-    def compare(self, ids: bytes) -> tuple[bytes, list[ErasureNotice], bytes]:
-        """Compare erasures, as ``ErasureBook.compare``."""
+    @property
+    def book(self) -> ErasureBook: ...
 
     def taught(self, erasures: Sequence[ErasureNotice]) -> None:
         """Take erasures that another server knows, to be applied."""
@@ -90,7 +91,7 @@ class Followers:
             if isinstance(message, Compare):  # it hears of the other one by its next answer
                 self._send(client, Erasures(told.digest, [], b""), ())
         elif isinstance(message, Compare):
-            self._send(client, Erasures(*told.compare(message.ids)), ())
+            self._send(client, Erasures(*told.book.compare(message.ids)), ())
         else:
             for each in message.erasures:
                 each.split_keys()  # raises
@@ -134,25 +135,18 @@ class Followers:
         if question is None or known.is_blocked:
             return
         namespace, digest = told.namespace, told.digest
-        part = None
         if question.namespace == namespace:
-            part = told.since(question.epoch, question.sequence, question.cursor)
-            at_once = at_once or digest != question.told
-        elif question.epoch:  # it does not know yet that this is another namespace
-            at_once = True
-        if part is None and not at_once:
-            return
-        if part is None:
-            epoch = question.epoch if question.namespace == namespace else 0
-            fields: tuple[Any, ...] = (epoch, question.sequence, None, None, 0, 0, False)
-            payload = b""
-        else:
-            sizes = (len(part.added), len(part.removed))
-            fields = (part.epoch, part.sequence, part.start, part.end, *sizes, part.more)
-            payload = part.added.tobytes() + part.removed.tobytes()
-        if question.namespace != namespace:  # told to nobody who does not know it
+            position = question.epoch, question.sequence, question.cursor
+            said, payload = told.holdings.since(*position)
+            _, _, start, *_ = said
+            at_once = at_once or bool(payload) or start is not None or digest != question.told
+        else:  # its name is told to nobody who does not know it
+            said, payload = (0, question.sequence, None, None, 0, 0, False), b""
             namespace = hashlib.sha256(namespace).digest()
-        answer = Changes(namespace, told.server, digest, *fields)
+            at_once = at_once or question.epoch > 0  # it does not know yet that this is another
+        if not at_once:
+            return
+        answer = Changes(namespace, told.server, digest, *said)
         sent = self._send(client, answer, [memoryview(payload)] if payload else [])
         if sent is None:
             self._known.pop(client, None)

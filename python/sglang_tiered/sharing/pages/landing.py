@@ -1,6 +1,6 @@
-"""Fetches and the requests they are cut into: where arriving pages go, and until when.
+"""Fetches: where arriving pages go, and until when.
 
-Only the fetch determines where bytes go: a reply names a request, never a place. A fetch lives on
+Only the fetch determines where bytes go: a reply names its number, never a place. A fetch lives on
 its client's thread, which does all the copying and also ends it: once ``done`` has been called, no
 byte of its pages changes.
 """
@@ -8,7 +8,6 @@ byte of its pages changes.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,13 +21,13 @@ from sglang_tiered.sharing.pages.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from xxhash import xxh3_64
 
     from sglang_tiered.sharing.pages.messages import Found
 
-__all__ = ["PageFetch", "PageOutcome", "Page", "PageRequest", "cut_requests"]
+__all__ = ["Page", "PageFetch", "PageOutcome"]
 
 Page = tuple[memoryview, ...]
 """The segments of one page, in order; writable, format ``B``, 1-D, C-contiguous."""
@@ -49,8 +48,8 @@ class PageOutcome(enum.Enum):
 
 
 class PageFetch:
-    """Pages asked of one holder. ``outcomes[i]`` is that of page ``i``, valid when ``done`` is
-    called: once, on the client's thread, after the last touch of the pages."""
+    """Pages asked of one holder, with one message. ``outcomes[i]`` is that of page ``i``, valid
+    when ``done`` is called: once, on the client's thread, after the last touch of the pages."""
 
     def __init__(
         self,
@@ -66,12 +65,23 @@ class PageFetch:
         self.keys = keys
         self.pages: Sequence[Page] = pages
         self.lengths = [sum(segment.nbytes for segment in page) for page in pages]
+        self.num_bytes = sum(self.lengths)
         self.deadline = deadline  # by the client's clock
+        self.sent_at: float | None = None
         self.outcomes = [PageOutcome.LOST] * len(pages)
         self.is_open = True
-        self.num_left = 0  # requests that are not settled
-        self.num_heard = 0  # pages that the holder answered for
+        self.is_silent = False  # nothing was heard of the holder since it was asked
         self._done = done
+
+    @property
+    def can_be_asked(self) -> bool:
+        """Whether a message can name the pages."""
+        return (
+            0 < len(self.keys) <= MAX_REQUEST_PAGES
+            and self.num_bytes <= MAX_PAGE_BYTES
+            and 0 not in self.lengths
+            and all(len(key) == KEY_BYTES for key in self.keys)
+        )
 
     def end(self) -> None:
         """Drop the pages and call ``done``: nothing lands from here on."""
@@ -79,41 +89,17 @@ class PageFetch:
         self.pages = ()
         self._done(self)
 
-    def settle(self, request: PageRequest, outcome: PageOutcome) -> None:
-        span = range(request.start, request.stop)
-        self.outcomes[request.start : request.stop] = [outcome] * len(span)
-
-
-@dataclass(eq=False, slots=True)
-class PageRequest:
-    """Pages [start, stop) of a fetch. Nothing may land for it once ``is_settled``."""
-
-    number: int
-    fetch: PageFetch
-    start: int
-    stop: int
-    num_bytes: int
-    sent_at: float | None = None
-    is_settled: bool = False
-
-    def joined_keys(self) -> bytes:
-        return b"".join(self.fetch.keys[self.start : self.stop])
-
-    def lengths(self) -> list[int]:
-        return self.fetch.lengths[self.start : self.stop]
-
     def land(self, found: Found, payload: Sequence[memoryview]) -> None:
         """Copy each page to its place and verify it there. Raises ``TransferError``, before a byte
         is copied, for an answer that does not fit the request."""
-        fetch = self.fetch
-        lengths = self.lengths()
-        if len(found.checksums) != len(lengths):
+        if len(found.checksums) != len(self.keys):
             raise TransferError(
-                f"a page server answered for {len(found.checksums)} pages, asked for {len(lengths)}"
+                f"a page server answered for {len(found.checksums)} pages, asked for "
+                f"{len(self.keys)}"
             )
         num_bytes = sum(
             length
-            for length, checksum in zip(lengths, found.checksums, strict=True)
+            for length, checksum in zip(self.lengths, found.checksums, strict=True)
             if checksum is not None
         )
         num_sent = sum(frame.nbytes for frame in payload)
@@ -122,16 +108,15 @@ class PageRequest:
                 f"a page server sent {num_sent} bytes for pages that take {num_bytes}"
             )
         source = _FrameSource(payload)
-        for position, checksum in enumerate(found.checksums, self.start):
-            fetch.num_heard += 1
+        for position, checksum in enumerate(found.checksums):
             if checksum is None:
-                fetch.outcomes[position] = PageOutcome.MISS
+                self.outcomes[position] = PageOutcome.MISS
                 continue
-            state = begin_checksum(fetch.namespace, fetch.keys[position])
-            for segment in fetch.pages[position]:
+            state = begin_checksum(self.namespace, self.keys[position])
+            for segment in self.pages[position]:
                 source.fill(segment, state)
             verified = state.intdigest() == checksum
-            fetch.outcomes[position] = PageOutcome.OK if verified else PageOutcome.DAMAGED
+            self.outcomes[position] = PageOutcome.OK if verified else PageOutcome.DAMAGED
 
 
 class _FrameSource:
@@ -158,26 +143,3 @@ class _FrameSource:
             state.update(target)
             self._rest = self._rest[size:]
             at += size
-
-
-def cut_requests(fetch: PageFetch, request_bytes: int, numbers: Iterator[int]) -> list[PageRequest]:
-    """Cut a fetch into requests of consecutive pages and about ``request_bytes``, or of one page. A
-    page that no request can name is a miss from the start."""
-    requests: list[PageRequest] = []
-    for position, length in enumerate(fetch.lengths):
-        if length > MAX_PAGE_BYTES or length == 0 or len(fetch.keys[position]) != KEY_BYTES:
-            fetch.outcomes[position] = PageOutcome.MISS
-            continue
-        last = requests[-1] if requests else None
-        if (
-            last is not None
-            and last.stop == position
-            and last.num_bytes + length <= request_bytes
-            and last.stop - last.start < MAX_REQUEST_PAGES
-        ):
-            last.stop += 1
-            last.num_bytes += length
-        else:
-            requests.append(PageRequest(next(numbers), fetch, position, position + 1, length))
-    fetch.num_left = len(requests)
-    return requests

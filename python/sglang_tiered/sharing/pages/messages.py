@@ -197,8 +197,8 @@ class Erasures(Message, frozen=True, tag="erasures"):
 
 
 class Busy(Message, frozen=True, tag="busy"):
-    """The answer to a ``Fetch`` that the server has no capacity for, whose pages it cannot read at
-    the moment, or whose client stopped waiting before its turn came."""
+    """The answer to a ``Fetch`` that the server has no capacity for, or whose client stopped
+    waiting before its turn came."""
 
     number: Number
 

@@ -12,8 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import zmq
@@ -68,19 +67,9 @@ class ServeRequest:
         return self.num_bytes + _NAME_BYTES * len(self.keys)
 
 
-@dataclass(eq=False, slots=True)
-class _ServedClient:
-    waiting: deque[ServeRequest] = field(default_factory=deque)
-    held_bytes: int = 0  # read, being read, or on their way out
-
-    @property
-    def waiting_bytes(self) -> int:
-        return sum(request.cost for request in self.waiting)
-
-
 class ServeQueue:
     """The requests of a page server: whose turn it is, and what exceeds the bounds. Pure; the
-    server's thread only. A client is known while it has requests or memory.
+    server's thread only.
 
     A waiting request takes a few bytes; its memory is taken when its read begins, and given back
     when its answer has left. Both are bounded, over all clients and for each, so that a client that
@@ -89,80 +78,63 @@ class ServeQueue:
 
     def __init__(self, settings: PageSettings) -> None:
         self._settings = settings
-        self._clients: OrderedDict[bytes, _ServedClient] = (
-            OrderedDict()
-        )  # the next in turn comes first
+        self._waiting: list[ServeRequest] = []  # the next in turn comes first
+        self._held: list[ServeRequest] = []  # read, being read, or on their way out
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(client.waiting) for client in self._all())
+        return len(self._waiting)
 
     @property
     def held_bytes(self) -> int:
-        return sum(client.held_bytes for client in self._all())
-
-    def _all(self) -> list[_ServedClient]:
-        return list(self._clients.values())
+        return sum(request.num_bytes for request in self._held)
 
     def add_request(self, request: ServeRequest) -> bool:
         """Queue a request. Returns False if it exceeds a bound."""
         most, size = self._settings.max_queued_bytes, request.cost
-        client = self._clients.get(request.client) or _ServedClient()
-        waiting_bytes = sum(each.waiting_bytes for each in self._all())
-        if (
-            len(client.waiting) >= _MAX_WAITING
-            or (client.waiting and client.waiting_bytes + size > most // 4)
-            or (waiting_bytes and waiting_bytes + size > most)
-        ):
-            return False
-        client.waiting.append(request)
-        self._clients.setdefault(request.client, client)
-        return True
+        costs = [each.cost for each in self._waiting]
+        own = [each.cost for each in self._waiting if each.client == request.client]
+        fits = _fits(size, costs, most) and _fits(size, own, most // 4) and len(own) < _MAX_WAITING
+        if fits:
+            self._waiting.append(request)
+        return fits
 
     def drop_client(self, client: bytes) -> int:
         """Drop the waiting requests of a client that is gone, and return their number."""
-        waiting = self._clients.get(client, _ServedClient()).waiting
-        num_dropped = len(waiting)
-        waiting.clear()
-        self._drop_if_idle(client)
-        return num_dropped
+        num_before = len(self._waiting)
+        self._waiting = [each for each in self._waiting if each.client != client]
+        return num_before - len(self._waiting)
 
     def expire(self, now: float) -> list[ServeRequest]:
-        """Drop and return the first requests of each client, as far as their time has passed."""
-        expired = []
-        for name, client in list(self._clients.items()):
-            while client.waiting and client.waiting[0].expires_at <= now:
-                expired.append(client.waiting.popleft())
-            self._drop_if_idle(name)
+        """Drop and return the requests whose time has passed."""
+        expired = [each for each in self._waiting if each.expires_at <= now]
+        self._waiting = [each for each in self._waiting if each.expires_at > now]
         return expired
 
     def next_request(self) -> ServeRequest | None:
         """The next request that there is memory for, of the client whose turn it is. Its bytes are
         held until ``release_memory``."""
-        held_bytes = self.held_bytes
-        for name, client in self._clients.items():
-            if client.waiting and self._fits(client, held_bytes):
-                request = client.waiting.popleft()
-                client.held_bytes += request.num_bytes
-                self._clients.move_to_end(name)
-                return request
+        most, held = self._settings.max_serving_bytes, [each.num_bytes for each in self._held]
+        firsts: dict[bytes, ServeRequest] = {}
+        for each in self._waiting:
+            firsts.setdefault(each.client, each)
+        for client, first in firsts.items():
+            own = [each.num_bytes for each in self._held if each.client == client]
+            if _fits(first.num_bytes, held, most) and _fits(first.num_bytes, own, most // 2):
+                self._waiting.remove(first)
+                self._waiting.sort(key=lambda each: each.client == client)  # behind the others
+                self._held.append(first)
+                return first
         return None
 
     def release_memory(self, request: ServeRequest) -> None:
         """Free the memory of a request."""
-        self._clients[request.client].held_bytes -= request.num_bytes
-        self._drop_if_idle(request.client)
+        self._held.remove(request)
 
-    def _fits(self, client: _ServedClient, held_bytes: int) -> bool:
-        size, limit = client.waiting[0].num_bytes, self._settings.max_serving_bytes
-        return (not held_bytes or held_bytes + size <= limit) and (
-            not client.held_bytes or client.held_bytes + size <= limit // 2
-        )
 
-    def _drop_if_idle(self, name: bytes) -> None:
-        client = self._clients.get(name)
-        if client is not None and not client.waiting and not client.held_bytes:
-            del self._clients[name]
+def _fits(size: int, others: list[int], most: int) -> bool:
+    """Whether one more fits. Alone, every size does."""
+    return not others or sum(others) + size <= most
 
 
 class Place(NamedTuple):
@@ -177,7 +149,6 @@ class ReadPages(Protocol):
     """Memory with pages in it. The server calls ``release`` once, after its last use."""
 
     data: memoryview
-    is_outage: bool  # what is held cannot be read at the moment
 
     @property
     def places(self) -> Sequence[Place | None]:
@@ -379,28 +350,26 @@ class PageServer:
         if request not in self._reading:  # answered already
             return
         self._reading.discard(request)
+        trackers = None
         if pages is None or request.namespace != self._namespace:
-            if pages is not None:
-                pages.release()
-            self._queue.release_memory(request)
             self._miss(request.client, request.number, len(request.keys))
+        else:
+            found = [place for place in pages.places if place is not None]
+            checksums = [place and place.checksum for place in pages.places]
+            answer = messages.Found(request.number, checksums)
+            trackers = self._send(request.client, answer, _payload(pages, self._frame_bytes))
+        if pages is None or trackers is None:
+            self._release(request, pages)
             return
-        if pages.is_outage:  # who heard of a miss would not ask for these pages again
-            pages.release()
-            self._queue.release_memory(request)
-            self._busy(request.client, request.number)
-            return
-        checksums = [None if place is None else place.checksum for place in pages.places]
-        answer = messages.Found(request.number, checksums)
-        trackers = self._send(request.client, answer, _payload(pages, self._frame_bytes))
-        if trackers is None:
-            pages.release()
-            self._queue.release_memory(request)
-            return
-        self.stats.num_served += sum(place is not None for place in pages.places)
-        self.stats.num_missed += sum(place is None for place in pages.places)
-        self.stats.bytes_served += sum(place.length for place in pages.places if place is not None)
+        self.stats.num_served += len(found)
+        self.stats.num_missed += len(pages.places) - len(found)
+        self.stats.bytes_served += sum(place.length for place in found)
         self._sending.append((trackers, request, pages))
+
+    def _release(self, request: ServeRequest, pages: ReadPages | None) -> None:
+        if pages is not None:
+            pages.release()
+        self._queue.release_memory(request)
 
     def _miss(self, client: bytes, number: int, num_pages: int) -> None:
         self.stats.num_missed += num_pages
@@ -440,8 +409,7 @@ class PageServer:
         for item in self._sending:
             trackers, request, pages = item
             if all(tracker.done for tracker in trackers):
-                pages.release()
-                self._queue.release_memory(request)
+                self._release(request, pages)
             else:
                 left.append(item)
         self._sending = left

@@ -79,8 +79,10 @@ class RegionView:
 
     @property
     def num_queued_reads(self) -> int:
-        """Return the reads that no reader is free for: above 0, more only make others wait."""
-        return len(self._state.loads)
+        """Return the reads for requests here that no reader is free for: above 0, those for others
+        only make them wait."""
+        with self._state.lock:
+            return sum(span.ticket.for_request for span in self._state.loads)
 
     def find(self, keys: Sequence[bytes]) -> list[StoredPage | None]:
         """Return each page, or None where it is not held."""
