@@ -6,7 +6,6 @@ from __future__ import annotations
 import array
 import contextlib
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,29 +34,42 @@ from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.notes import read_note, read_page_sizes
 from sglang_tiered.tools.store.report import (
     MAX_LISTED,
-    age_text,
+    age,
+    digest,
     finish,
-    listed,
-    number_text,
+    number,
+    print_damage,
+    print_entries,
+    print_verdict,
     speed,
-    verdict,
-    with_total,
 )
 from sglang_tiered.tools.store.target import resolve
-from sglang_tiered.tools.terminal import print_lines, print_table
+from sglang_tiered.tools.terminal import print_lines
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.region.notes import PageSize
+    from sglang_tiered.tools.store.report import Columns
 
-__all__ = ["gc", "stat", "verify"]
+__all__ = ["gc", "run"]
 
 _WAY_OUT = "pass the URL of a server's object tier"
-_OF_STAT = ("pages", "stored_bytes", "erased_pages", "pins", "foreign")
-_OF_VERIFY = ("pages", "damaged_pages", "page_bytes", "pins", "gone_meanwhile")
+_SUMMED = (
+    *("pages", "page_bytes", "stored_bytes", "erased_pages", "damaged_pages", "gone_meanwhile"),
+    *("pins", "foreign"),
+)
+_COLUMNS: Columns = {
+    "namespace": ("namespace", digest),
+    "pages": ("pages", number),
+    "tokens": ("tokens", number),
+    "in the store": ("stored_bytes", format_bytes),
+    "tenants": ("tenants", number),
+    "oldest": ("oldest_age_s", age),
+    "newest": ("newest_age_s", age),
+}
 
 
 @dataclass(frozen=True)
@@ -68,29 +80,38 @@ class _Bucket:
     notes: list[str] = field(default_factory=list)
 
 
-def stat(arguments: argparse.Namespace) -> int:
-    sizes = {} if arguments.tier_dir is None else _noted_sizes(arguments.tier_dir)
+def run(arguments: argparse.Namespace) -> int:
+    """``stat``, from listings alone, and ``verify``, which reads every page."""
+    is_full = arguments.command == "verify"
+    if arguments.region is not None:
+        raise ConfigError("--region is for a directory, not for a URL.")
+    noted = None if is_full else arguments.tier_dir
+    sizes = {} if noted is None else _noted_sizes(noted)
     target = _open(arguments.place)
-    with _requests_end(target.url):
+    started = time.monotonic()
+    with _requests_end(target.url), ThreadPoolExecutor(arguments.jobs) as pool:
         records = all_records(target.requests)
-        erased = BucketErasures.of(records)
-        namespaces = [
-            _count(target.requests, Layout(name), erased, sizes.get(name))
-            for name in target.namespaces
+        problems = [
+            _problem(record.path, "cannot be read: servers miss all that is older")
+            for record in records
+            if record.what is None
         ]
-    report = {
+        look = _Look(target.requests, BucketErasures.of(records), pool if is_full else None)
+        namespaces = [look.into(Layout(name), sizes.get(name)) for name in target.namespaces]
+    problems += look.problems
+    total = {key: sum(entry[key] for entry in namespaces) for key in _SUMMED}
+    report: dict[str, Any] = {
         "url": target.url,
         "namespaces": namespaces,
-        "total": {
-            **{key: sum(entry[key] for entry in namespaces) for key in _OF_STAT},
-            "oldest_age_s": max(_ages(namespaces, "oldest_age_s"), default=None),
-            "newest_age_s": min(_ages(namespaces, "newest_age_s"), default=None),
-        },
+        "total": total | {"tokens": None, "tenants": None} | _ages(look.modified),
         "erasures": sum(each.what is None or not each.what.is_empty for each in records),
+        "problems": problems,
+        **speed(target.requests.bytes_in, time.monotonic() - started),
         "requests": target.requests.requests,
         "notes": target.notes,
+        "ok": not problems,
     }
-    return finish(arguments, report, _show_stat)
+    return finish(arguments, report, lambda report: _show(report, is_full=is_full))
 
 
 def _noted_sizes(directory: Path) -> dict[bytes, PageSize]:
@@ -113,126 +134,70 @@ def _num_tokens(lengths: Sequence[int], size: PageSize | None) -> int | None:
     return int((in_memory == size.nbytes).sum()) * size.num_tokens // size.num_pools
 
 
-def _ages(namespaces: list[dict[str, Any]], key: str) -> list[float]:
-    return [entry[key] for entry in namespaces if entry[key] is not None]
-
-
-def _count(
-    requests: Requests, layout: Layout, erased: BucketErasures, size: PageSize | None
-) -> dict[str, Any]:
-    found: dict[str, Any] = dict.fromkeys(_OF_STAT, 0)
-    oldest, newest, tenants = float("inf"), 0.0, set()
-    lengths = array.array("Q")
-    for chunk in requests.listing(layout.pages):
-        for path, nbytes, modified, _ in chunk:
-            name = parse_page(path)
-            if name is None:
-                found["foreign"] += 1
-                continue
-            found["pages"] += 1
-            lengths.append(name.length)
-            found["stored_bytes"] += nbytes
-            found["erased_pages"] += erased.kills(
-                layout.namespace, name.tenant, name.key, name.stamp
-            )
-            tenants.add(name.tenant)
-            oldest, newest = min(oldest, modified), max(newest, modified)
-    found["pins"] = sum(len(chunk) for chunk in requests.listing(layout.pins))
-    now = time.time()
-    return {
-        "namespace": layout.namespace.hex(),
-        **found,
-        "tokens": _num_tokens(lengths, size),
-        "tenants": sum(any(tenant) for tenant in tenants),
-        "oldest_age_s": max(now - oldest, 0.0) if tenants else None,
-        "newest_age_s": max(now - newest, 0.0) if tenants else None,
-    }
-
-
-def _show_stat(report: dict[str, Any]) -> None:
-    _show_namespaces(
-        report,
-        {
-            "pages": lambda entry: f"{entry['pages']:,}",
-            "tokens": lambda entry: number_text(entry.get("tokens")),
-            "in the store": lambda entry: format_bytes(entry["stored_bytes"]),
-            "tenants": lambda entry: number_text(entry.get("tenants")),
-            "oldest": lambda entry: age_text(entry["oldest_age_s"]),
-            "newest": lambda entry: age_text(entry["newest_age_s"]),
-        },
-    )
-    total = report["total"]
-    lines = {
-        "names do not belong to the store and are left alone": total["foreign"],
-        "pins keep what they name from the cap and its age": total["pins"],
-        "erasures are remembered": report["erasures"],
-        "pages are erased: no server finds them, and the next collector removes them": total[
-            "erased_pages"
-        ],
-    }
-    print_lines(["", *(f"note: {number:,} {text}" for text, number in lines.items() if number)])
-    print_lines(f"note: {text}" for text in report["notes"])
-    print_lines([f"note: this took {sum(report['requests'].values()):,} requests"])
-
-
-def verify(arguments: argparse.Namespace) -> int:
-    if arguments.region is not None:
-        raise ConfigError("--region is for a directory, not for a URL.")
-    target = _open(arguments.place)
-    started = time.monotonic()
-    namespaces: list[dict[str, Any]] = []
-    with _requests_end(target.url), ThreadPoolExecutor(arguments.jobs) as pool:
-        problems = [
-            _problem(record.path, "cannot be read: servers miss all that is older")
-            for record in all_records(target.requests)
-            if record.what is None
-        ]
-        for name in target.namespaces:
-            counts, found = _verify(target.requests, Layout(name), pool)
-            counted = {key: counts[key] for key in _OF_VERIFY}
-            namespaces.append({"namespace": name.hex(), **counted, "problems": found})
-            problems += found
-    report: dict[str, Any] = {
-        "url": target.url,
-        "namespaces": namespaces,
-        "total": {key: sum(entry[key] for entry in namespaces) for key in _OF_VERIFY},
-        "problems": problems,
-        **speed(target.requests.bytes_in, time.monotonic() - started),
-        "requests": target.requests.requests,
-        "notes": target.notes,
-        "ok": not problems,
-    }
-    return finish(arguments, report, _show_verify)
-
-
 def _problem(path: str, what: str) -> dict[str, str]:
     return {"path": path, "problem": what}
 
 
-def _verify(
-    requests: Requests, layout: Layout, pool: ThreadPoolExecutor
-) -> tuple[Counter[str], list[dict[str, str]]]:
-    """Check page by page, as many at once as the pool has threads. Returns counts and problems."""
-    counts: Counter[str] = Counter()
-    problems = []
-    for chunk in requests.listing(layout.pages):
-        named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
-        counts["pages"] += len(named)
-        counts["page_bytes"] += sum(name.length for _, name in named)
-        checked = pool.map(lambda page: _verify_page(requests, *page), named)
+class _Look:
+    """Counts what namespaces hold. With a pool it reads every page and pin, as many at once as the
+    pool has threads."""
+
+    def __init__(
+        self, requests: Requests, erased: BucketErasures, pool: ThreadPoolExecutor | None
+    ) -> None:
+        self._requests, self._erased, self._pool = requests, erased, pool
+        self.problems: list[dict[str, str]] = []
+        self.modified: list[float] = []  # first and last of each namespace
+
+    def into(self, layout: Layout, size: PageSize | None) -> dict[str, Any]:
+        found: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
+        modified, tenants, lengths = list[float](), set[bytes](), array.array("Q")
+        for chunk in self._requests.listing(layout.pages):
+            named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
+            found["foreign"] += len(chunk) - len(named)
+            found["pages"] += len(named)
+            for each, name in named:
+                lengths.append(name.length)
+                found["page_bytes"] += name.length
+                found["stored_bytes"] += each.size
+                found["erased_pages"] += self._erased.kills(
+                    layout.namespace, name.tenant, name.key, name.stamp
+                )
+                tenants.add(name.tenant)
+            times = [each.modified for each, _ in named] + modified
+            modified = [min(times), max(times)] if times else []
+            if self._pool is not None:
+                self._check(named, self._pool, found)
+        for chunk in self._requests.listing(layout.pins):
+            found["pins"] += len(chunk)
+            for each in chunk if self._pool is not None else ():
+                data = self._requests.whole(each)
+                if data is not None and unpack_pin(bytes(data)) is None:
+                    what = "does not verify: what it pinned may go"
+                    self.problems.append(_problem(each.path, what))
+        self.modified += modified
+        return {
+            "namespace": layout.namespace.hex(),
+            **found,
+            "tokens": _num_tokens(lengths, size),
+            "tenants": sum(any(tenant) for tenant in tenants),
+            **_ages(modified),
+        }
+
+    def _check(
+        self, named: list[tuple[Listed, PageName]], pool: ThreadPoolExecutor, found: dict[str, int]
+    ) -> None:
+        checked = pool.map(lambda page: _verify_page(self._requests, *page), named)
         for (each, _), wrong in zip(named, checked, strict=True):
-            if wrong is None:
-                counts["gone_meanwhile"] += 1
-            elif wrong:
-                counts["damaged_pages"] += 1
-                problems.append(_problem(each.path, wrong))
-    for chunk in requests.listing(layout.pins):
-        for each in chunk:
-            data = requests.whole(each)
-            counts["pins"] += 1
-            if data is not None and unpack_pin(bytes(data)) is None:
-                problems.append(_problem(each.path, "does not verify: what it pinned may go"))
-    return counts, problems
+            found["gone_meanwhile"] += wrong is None
+            found["damaged_pages"] += bool(wrong)
+            if wrong:
+                self.problems.append(_problem(each.path, wrong))
+
+
+def _ages(modified: Sequence[float]) -> dict[str, float | None]:
+    ages = [max(time.time() - each, 0.0) for each in modified]
+    return {"oldest_age_s": max(ages, default=None), "newest_age_s": min(ages, default=None)}
 
 
 def _verify_page(requests: Requests, listed: Listed, name: PageName) -> str | None:
@@ -246,23 +211,28 @@ def _verify_page(requests: Requests, listed: Listed, name: PageName) -> str | No
     return "" if matches else "does not match the checksum in its name"
 
 
-def _show_verify(report: dict[str, Any]) -> None:
-    _show_namespaces(
-        report,
-        {
-            "pages": lambda entry: f"{entry['pages']:,}",
-            "bad pages": lambda entry: f"{entry['damaged_pages']:,}",
-            "in the store": lambda entry: format_bytes(entry["page_bytes"]),
-            "pins": lambda entry: f"{entry['pins']:,}",
-        },
-    )
+def _show(report: dict[str, Any], *, is_full: bool) -> None:
+    print_lines([f"{report['url']}: object tier", ""])
+    checked = {"bad pages": ("damaged_pages", number)} if is_full else {}
+    print_entries(report["namespaces"], {**_COLUMNS, **checked}, report["total"])
     total, problems = report["total"], report["problems"]
-    print_lines(["", *listed([f"{p['path']}: {p['problem']}" for p in problems], "damage: ")])
-    print_lines(f"note: {text}" for text in report["notes"])
-    if total["gone_meanwhile"]:
-        print_lines([f"note: {total['gone_meanwhile']:,} pages were removed while this ran"])
-    damage = f"{total['damaged_pages']:,} of {total['pages']:,} pages, {len(problems):,} findings"
-    print_lines(verdict(report, damage, f" and {sum(report['requests'].values()):,} requests"))
+    noted = {
+        "names do not belong to the store and are left alone": total["foreign"],
+        "pins keep what they name from the cap and its age": total["pins"],
+        "erasures are remembered": report["erasures"],
+        "pages are erased: no server finds them, and the next collector removes them": total[
+            "erased_pages"
+        ],
+        "pages were removed while this ran": total["gone_meanwhile"],
+        "requests were made": sum(report["requests"].values()),
+    }
+    notes = [f"{count:,} {text}" for text, count in noted.items() if count]
+    print_damage([f"{p['path']}: {p['problem']}" for p in problems], [*notes, *report["notes"]])
+    if is_full:
+        damage = (
+            f"{total['damaged_pages']:,} of {total['pages']:,} pages, {len(problems):,} findings"
+        )
+        print_verdict(report, damage)
 
 
 def gc(arguments: argparse.Namespace) -> int:
@@ -311,22 +281,17 @@ def _show_gc(report: dict[str, Any]) -> None:
     )
     removals = [each for entry in report["namespaces"] for each in entry["removals"]]
     if removals:
-        print_table(
-            ["what", "path", "why", "bytes"],
-            [
-                [
-                    removal["kind"],
-                    removal["path"].rpartition("/")[2][:48],
-                    removal["reason"],
-                    format_bytes(removal["nbytes"]),
-                ]
-                for removal in removals[:MAX_LISTED]
-            ],
-            left=3,
+        print_entries(
+            removals,
+            {
+                "path": ("path", lambda path: path.rpartition("/")[2][:48]),
+                "what": ("kind", str),
+                "why": ("reason", str),
+                "bytes": ("nbytes", format_bytes),
+            },
         )
     if len(removals) > MAX_LISTED:
         print_lines([f"and {len(removals) - MAX_LISTED:,} more; --json lists all"])
-    print_lines([""])
     print_lines(f"note: {text}" for text in report["notes"])
     if not all(entry["is_complete"] for entry in report["namespaces"]):
         print_lines(["note: there is more than one run removes; run it again"])
@@ -378,13 +343,3 @@ def _requests_end(url: str) -> Iterator[None]:
             else "check the endpoint in the environment and try again"
         )
         raise StoreError(f"{url} cannot be used: {error.clause}; {cure}") from None
-
-
-def _show_namespaces(
-    report: dict[str, Any], columns: dict[str, Callable[[dict[str, Any]], str]]
-) -> None:
-    """Print what was found in each namespace, and in all where there is not just one."""
-    print_lines([f"{report['url']}: object tier", ""])
-    shown = with_total(report["namespaces"], report["total"], "namespace")
-    rows = [[e["namespace"][:16], *(column(e) for column in columns.values())] for e in shown]
-    print_table(["namespace", *columns], rows)

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.storage.encoding import page_alone
 from sglang_tiered.storage.region.device import aligned_buffer
-from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
+from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, region_name
 from sglang_tiered.storage.region.walk import read_run
 from sglang_tiered.tools.store.report import problem_json, problem_text
-from sglang_tiered.tools.store.scan import ShardReader, check_regions
+from sglang_tiered.tools.store.scan import open_shards
 from sglang_tiered.tools.store.target import resolve
 from sglang_tiered.tools.terminal import note, print_lines
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from sglang_tiered.tools.store.scan import ScannedRegion
+    from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader
     from sglang_tiered.tools.store.target import StoreTarget
 
 __all__ = ["run"]
@@ -50,28 +50,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.extract is not None and (arguments.json or arguments.keys):
         raise ConfigError("--extract writes one page to a file; drop --json and --keys")
     target = resolve(arguments.directory)
-    check_regions(target, arguments.region)
+    readers = open_shards(target, arguments.region)
     if arguments.extract is not None:
-        return _extract(target, arguments)
+        return _extract(target, readers, arguments)
     if not arguments.json:
         print_lines([_HEADER])
     num_problems = 0
-    for shard in target.shards:
-        with ShardReader(shard, arguments.region) as reader:
-            for view in reader.views(full=False, jobs=arguments.jobs):
-                entries = _entries(
-                    shard.name, view, arguments.keys or "", arguments.namespace or ""
-                )
-                lines = [_json_line(e) if arguments.json else _line(e) for e in entries]
-                if lines:
-                    print("\n".join(lines))
-                num_problems += len(view.problems)
-                for problem in view.problems:
-                    note(problem_text(problem_json(shard.name, problem, view)))
+    for reader in readers:
+        for view in reader.views(full=False, jobs=arguments.jobs):
+            for entry in _entries(reader, view, arguments.keys or "", arguments.namespace or ""):
+                print(_json_line(entry) if arguments.json else _line(entry))
+            num_problems += len(view.problems)
+            for problem in view.problems:
+                note(problem_text(problem_json(reader.shard.name, problem, view)))
     return 1 if num_problems else 0
 
 
-def _entries(shard: str, view: ScannedRegion, keys: str, namespace: str) -> Iterator[_DumpedPage]:
+def _entries(
+    reader: ShardReader, view: ScannedRegion, keys: str, namespace: str
+) -> Iterator[_DumpedPage]:
     """Yield the pages of a region whose key and namespace begin with these hexadecimal digits."""
     for ordinal, extent in enumerate(view.contents.each()):
         if not extent.namespace.hex().startswith(namespace):
@@ -80,7 +77,8 @@ def _entries(shard: str, view: ScannedRegion, keys: str, namespace: str) -> Iter
         pages = zip(extent.page_offsets().tolist(), *columns, strict=True)
         for page in pages:
             if page[-1].hex().startswith(keys):
-                yield _DumpedPage._make((shard, view.sequence, ordinal, *page, extent.namespace))
+                place = reader.shard.name, view.sequence, ordinal
+                yield _DumpedPage._make((*place, *page, extent.namespace))
 
 
 def _line(entry: _DumpedPage) -> str:
@@ -96,21 +94,23 @@ def _json_line(entry: _DumpedPage) -> str:
     return json.dumps(fields)
 
 
-def _extract(target: StoreTarget, arguments: argparse.Namespace) -> int:
-    if os.path.lexists(arguments.output):
-        raise ConfigError(f"--output {arguments.output} exists; pass a name that does not")
+def _extract(
+    target: StoreTarget, readers: Sequence[ShardReader], arguments: argparse.Namespace
+) -> int:
     found: list[_DumpedPage] = []
-    for shard in target.shards:
-        with ShardReader(shard, arguments.region) as reader:
-            for view in reader.views(full=False, jobs=arguments.jobs):
-                found += _entries(shard.name, view, arguments.extract, arguments.namespace or "")
+    for reader in readers:
+        for view in reader.views(full=False, jobs=arguments.jobs):
+            found += _entries(reader, view, arguments.extract, arguments.namespace or "")
     entry = _newest(found, target, arguments.extract)
-    stored = _read(target, entry)
+    stored = _read(next(one for one in readers if one.shard.name == entry.shard), entry)
     where = f"{entry.shard}, region {entry.region}, offset {entry.offset}"
     if stored is None:
         note(f"page {entry.key.hex()} ({where}) does not match its checksum; nothing was written")
         return 1
-    page, remark = _decoded(stored)
+    page, codec = page_alone(stored)  # as it is in memory, where the store knows that
+    remark = "" if page is stored else f", decoded from {stored.nbytes} bytes"
+    if codec is not None:
+        remark = f", as stored: encoded by {codec}, which takes the model's layout to decode"
     _write(arguments.output, page)
     note(f"{page.nbytes} bytes of page {entry.key.hex()} ({where}) verified and written{remark}")
     return 0
@@ -136,55 +136,40 @@ def _newest(found: list[_DumpedPage], target: StoreTarget, wanted: str) -> _Dump
     return max(found, key=lambda entry: (entry.region, entry.offset))
 
 
-def _decoded(stored: memoryview) -> tuple[memoryview, str]:
-    """Return a page as it is in memory, where the store knows that, and what to say of it."""
-    page, codec = page_alone(stored)
-    if codec is not None:
-        return page, f", as stored: encoded by {codec}, which takes the model's layout to decode"
-    return page, "" if page is stored else f", decoded from {stored.nbytes} bytes"
-
-
-def _read(target: StoreTarget, entry: _DumpedPage) -> memoryview | None:
+def _read(reader: ShardReader, entry: _DumpedPage) -> memoryview | None:
     """Return the bytes of a page as stored; ``None`` when they do not verify."""
-    shard = next(shard for shard in target.shards if shard.name == entry.shard)
-    with ShardReader(shard, entry.region) as reader:
-        try:
-            fd = reader.device.open(reader.regions[0])
-        except (IndexError, FileNotFoundError):
-            raise StoreError(
-                f"region {entry.region} of {shard.path} was reclaimed while this ran; try again"
-            ) from None
-        buffer = aligned_buffer(max(padded(entry.length), BLOCK_BYTES))
-        try:
-            if not read_run(reader.device, fd, buffer, entry.offset):
-                return None
-        except OSError as error:
-            raise StoreError(
-                f"the page at {entry.offset} of region {entry.region} of {shard.path} cannot be "
-                f"read ({error.strerror}); check the disk"
-            ) from error
-        finally:
-            reader.device.close(fd)
+    region = f"region {entry.region} of {reader.shard.path}"
+    try:
+        fd = reader.device.open(region_name(entry.region))
+    except FileNotFoundError:
+        raise StoreError(f"{region} was reclaimed while this ran; try again") from None
+    buffer = aligned_buffer(max(padded(entry.length), BLOCK_BYTES))
+    try:
+        if not read_run(reader.device, fd, buffer, entry.offset):
+            return None
+    except OSError as error:
+        raise StoreError(
+            f"the page at {entry.offset} of {region} cannot be read ({error.strerror}); check the "
+            "disk"
+        ) from error
+    finally:
+        reader.device.close(fd)
     page = buffer[: entry.length]
-    if page_checksum(entry.namespace, entry.key, [page]) != entry.checksum:
-        return None
-    return page
+    verifies = page_checksum(entry.namespace, entry.key, [page]) == entry.checksum
+    return page if verifies else None
 
 
 def _write(path: Path, data: memoryview) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    """Only to a new file: ``x`` follows no link either."""
+    is_there = False
     try:
-        fd = os.open(path, flags, 0o600)
-    except OSError as error:
-        way_out = "pass a name that does not" if error.errno == errno.EEXIST else "pass another"
-        raise ConfigError(
-            f"--output {path} cannot be written ({error.strerror}); {way_out}"
-        ) from error
-    try:
-        with open(fd, "wb") as file:
+        with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
+            is_there = True
             file.write(data)
     except OSError as error:
-        path.unlink(missing_ok=True)
+        if is_there:
+            path.unlink(missing_ok=True)
         raise ConfigError(
-            f"--output {path} cannot be written ({error.strerror}); pass another"
+            f"--output {path} cannot be written ({error.strerror}); pass a name that does not "
+            "exist, in a folder with room for it"
         ) from error

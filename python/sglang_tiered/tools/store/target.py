@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.errors import StoreError, StoreFormatError
+from sglang_tiered.storage.filesystem import read_small_file
 from sglang_tiered.storage.region.directory import DirectoryState, inspect, manifest_version
 from sglang_tiered.storage.region.files import (
     CHECKPOINT_NAME,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Holder", "Shard", "StoreTarget", "find_holder", "resolve"]
 
 _LOCKS = Path("/proc/locks")
-_MOUNTS = Path("/proc/self/mountinfo")
 
 _WAY_OUT = "pass the --tier-dir of a server, or one of its shard-* directories"
 
@@ -61,9 +61,6 @@ class Shard:
     name: str
     path: Path
 
-    def holder(self) -> Holder:
-        return find_holder(self.path)
-
 
 @dataclass(frozen=True)
 class StoreTarget:
@@ -74,9 +71,6 @@ class StoreTarget:
     shards: Sequence[Shard]
     manifest: int | None = None
     notes: list[str] = field(default_factory=list)
-
-    def holder(self) -> Holder:
-        return find_holder(self.path)
 
 
 def resolve(path: Path) -> StoreTarget:
@@ -131,22 +125,15 @@ def _is_shard(path: Path, names: Sequence[str]) -> bool:
 
 
 def find_holder(directory: Path) -> Holder:
-    """Return who holds ``directory/LOCK``."""
+    """Return who holds ``directory/LOCK``. By the number of its inode only: how the kernel lists
+    the device depends on the file system."""
     file = directory / LOCK_NAME
     try:
-        if not stat.S_ISREG(file.lstat().st_mode):
-            return Holder(False, None)
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        inode, text = file.lstat().st_ino, read_small_file(file, most=32).strip()
     except FileNotFoundError:
         return Holder(False, None)
     except OSError:
         return Holder(None, None)
-    try:
-        status = os.fstat(fd)
-        devices = {_numbers(status.st_dev), _filesystem_device(fd)}
-        text = os.pread(fd, 32, 0).strip()
-    finally:
-        os.close(fd)
     last = int(text) if text.isdigit() else None
     try:
         lines = _LOCKS.read_text().splitlines()
@@ -155,27 +142,7 @@ def find_holder(directory: Path) -> Holder:
     for line in lines:
         # "1: FLOCK  ADVISORY  WRITE 7585 fe:00:2179841 0 EOF", "->" in it for who waits
         fields = line.split()
-        if len(fields) < 6 or fields[1] != "FLOCK":
-            continue
-        major, minor, inode = fields[5].split(":")
-        if int(inode) == status.st_ino and (int(major, 16), int(minor, 16)) in devices:
+        if len(fields) > 5 and fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"):
             pid = int(fields[4])
             return Holder(True, pid if pid > 0 else last)
     return Holder(False, last)
-
-
-def _numbers(device: int) -> tuple[int, int]:
-    return os.major(device), os.minor(device)
-
-
-def _filesystem_device(fd: int) -> tuple[int, int] | None:
-    """Return the device as the kernel lists it, which differs on filesystems with volumes."""
-    with contextlib.suppress(OSError, ValueError):
-        information = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
-        mount = next(line.split()[1] for line in information if line.startswith("mnt_id:"))
-        for line in _MOUNTS.read_text(errors="replace").splitlines():
-            fields = line.split()
-            if fields[0] == mount:
-                major, minor = fields[2].split(":")
-                return int(major), int(minor)
-    return None

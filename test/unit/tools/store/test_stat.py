@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from kit.commands import Cli
-from kit.runs import OTHER_NAMESPACE, make_run
-from kit.stores import REGION, keep, open_engine
+from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run
+from kit.stores import REGION, SIZES, keep, open_engine
 from sglang_tiered.storage.region.device import FileReader
-from sglang_tiered.storage.region.directory import STORE_VERSION
+from sglang_tiered.storage.region.directory import STORE_VERSION, prepare, shard_path
 from sglang_tiered.storage.region.files import ERASED_NAME
+from sglang_tiered.storage.region.notes import PageSize, add_page_size
 
 PAYLOAD = 12_288 + 12_000 + 9_000
 
@@ -30,15 +31,29 @@ def test_the_figures_are_those_of_the_store(cli: Cli, tier: Path, shard: Path) -
     code, report = stat(cli, tier)
     total = report["total"]
     assert (code, report["ok"], report["format_version"]) == (0, True, STORE_VERSION)
-    assert total["regions"] == {"all": 4, "sealed": 4, "open": 0, "damaged": 0, "other_format": 0}
+    assert (total["regions"], total["sealed_regions"], total["damaged_regions"]) == (4, 4, 0)
     assert (total["pages"], total["superseded_pages"]) == (11, 0)
     assert (total["payload_bytes"], total["physical_bytes"]) == (3 * PAYLOAD + 10_000, 4 * REGION)
-    untold = {"tokens": None, "page_bytes": None}
+    untold = {"tokens": None, "ratio": None}
     assert total["namespaces"] == [
         {"namespace": "11" * 32, "pages": 9, "payload_bytes": 3 * PAYLOAD} | untold,
         {"namespace": "22" * 32, "pages": 2, "payload_bytes": 10_000} | untold,
     ]
     assert report["shards"][0]["checkpoint"] == {"present": True, "valid": True, "num_regions": 4}
+
+
+def test_tokens_of_ranks_count_once(cli: Cli, tmp_path: Path) -> None:
+    """And a codec's ratio, by what the servers noted of their pages."""
+    prepare(tmp_path)
+    for rank, num_runs in enumerate((1, 2)):
+        engine = open_engine(shard_path(tmp_path, f"tp{rank}of2-pp0of1-dp0-0"))
+        add_page_size(engine.notes, NAMESPACE, PageSize(64, SIZES[0], 1, ()))
+        keep(engine, *(make_run(seed, SIZES) for seed in range(num_runs)))
+    _, report = stat(cli, tmp_path)
+    assert [shard["tokens"] for shard in report["shards"]] == [3 * 64, 6 * 64]
+    (namespace,) = report["total"]["namespaces"]
+    assert report["total"]["tokens"] == namespace["tokens"] == 6 * 64
+    assert namespace["ratio"] == 3 * SIZES[0] / sum(SIZES)
 
 
 @pytest.mark.parametrize("command", ["stat", "verify"])
