@@ -8,7 +8,6 @@ or a tier is touched.
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import gc
 import json
@@ -23,8 +22,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.launch import start
+from sglang_tiered.tools.terminal import Parser
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Mapping, Sequence
 
     from sglang_tiered.config import TieredConfig
@@ -68,12 +69,10 @@ def _collecting_nothing() -> Iterator[None]:
 
 def _resolve(arguments: list[str]) -> Resolved:
     parser = make_parser()
-    from sglang_tiered.integration.launch import flags, ports
+    from sglang_tiered.integration.launch import ports
     from sglang_tiered.integration.launch.resolve import explicit_arguments
 
-    flags.refuse_settings(arguments)
     arguments = _with_configuration_file(parser, arguments)
-    arguments = flags.join_tier_values(arguments)
     explicit = explicit_arguments(parser, arguments)
     ports.check_ports(explicit)
     return start.resolve(explicit, arguments)
@@ -84,11 +83,11 @@ def make_parser() -> argparse.ArgumentParser:
     start.prepare()
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_tiered.integration.launch import flags
+    from sglang_tiered.integration.launch.resolve import add_tier_arguments
 
-    parser = _ServeParser(prog="sglang-tiered serve")
+    parser = Parser(prog="sglang-tiered serve")
     ServerArgs.add_cli_args(parser)
-    flags.add_tier_arguments(parser)
+    add_tier_arguments(parser)
     return parser
 
 
@@ -101,24 +100,13 @@ def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[st
     ]
     if "--config" not in arguments:
         return arguments
-    from sglang_tiered.integration.launch import flags
-
-    flags.refuse_empty_settings(arguments)
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
     try:
-        merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
+        return list(ConfigArgumentMerger(parser).merge_config_with_args(arguments))
     except Exception as error:  # the file, its YAML or its flags
         text = textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
         raise ConfigError(f"--config cannot be used: {text}.") from error
-    return flags.as_words(merged)
-
-
-class _ServeParser(argparse.ArgumentParser):
-    """Answers a command line it cannot take with one sentence, not with 500 flags of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help lists every flag.")
 
 
 def _serve(resolved: Resolved) -> int:

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "client": {"api", "policy"},
     "demo": {"tools"},
     "completion": {"__main__", "tools"},  # parsers by their names in the list of commands
-    "launch_server": {"integration"},
+    "launch_server": {"integration", "tools"},
     "integration": {
         "api",
         "client",

@@ -8,7 +8,6 @@ argument list for SGLang.
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import json
 import os
 import shutil
@@ -33,13 +32,13 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
-from sglang_tiered.flags import flags_of, refuse_given, values_of
+from sglang_tiered.flags import add_arguments, flags_of, refuse_given, values_of
 from sglang_tiered.integration.attention import pod_flags
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
-from sglang_tiered.integration.launch.flags import NVME_FLAGS, TIER_FLAGS, without_our_flags
 from sglang_tiered.integration.launch.peer_flags import exposure, resolve_peers
 from sglang_tiered.integration.storage.shards import sizes_of
-from sglang_tiered.remote_config import ObjectConfig
+from sglang_tiered.loopback import is_loopback
+from sglang_tiered.remote_config import ObjectConfig, PeerConfig
 from sglang_tiered.request_log import RequestLogConfig
 from sglang_tiered.storage.filesystem import MEMORY_FILESYSTEMS, filesystem_type
 from sglang_tiered.storage.region.directory import max_regions
@@ -50,13 +49,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = [
+    "ALL_FLAGS",
     "Resolved",
+    "add_tier_arguments",
     "explicit_arguments",
     "isolation",
     "resolve",
     "resolve_object",
     "resolve_transfer",
-    "resolve_without_nvme",
     "transfer_arguments",
 ]
 
@@ -74,24 +74,27 @@ LOAD_DEADLINE_S_PER_1024_TOKENS = 1.0
 _ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse", "sse-c")
 _NAMING_A_KEY = ("aws:kms", "aws:kms:dsse")
 
-# SGLang flags that select another cache below, beside or instead of the radix cache, or that change
-# a request's key behind our back, where no purge would find it.
-_EXCLUSIVE_FLAGS = {
-    "disable_radix_cache": "--disable-radix-cache",
-    "enable_lmcache": "--enable-lmcache",
-    "enable_flexkv": "--enable-flexkv",
-    "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
-    "radix_cache_backend": "--radix-cache-backend",
-    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
-    "elastic_ep_backend": "--elastic-ep-backend",
-    "disaggregation_decode_enable_offload_kvcache": (
-        "--disaggregation-decode-enable-offload-kvcache"
-    ),
-}
+# Of SGLang: what selects another cache below, beside or instead of the radix cache, or changes a
+# request's key behind our back, where no purge would find it.
+_EXCLUSIVE = (
+    "disable_radix_cache",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_unified_cache_external_linker",
+    "radix_cache_backend",
+    "enable_kv_cache_sharding",
+    "elastic_ep_backend",
+    "disaggregation_decode_enable_offload_kvcache",
+)
 _SIZES = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "nnodes", "max_total_tokens")
 
 
 ROLES = ("prefill", "decode")
+
+NVME_FLAGS = flags_of(NvmeConfig, ObjectConfig, PeerConfig, RequestLogConfig)
+"""Flags that mean nothing without an NVMe tier."""
+TIER_FLAGS = flags_of(TieredConfig) + NVME_FLAGS
+ALL_FLAGS = TIER_FLAGS + flags_of(TransferConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,27 +106,38 @@ class Resolved:
     notes: tuple[str, ...] = ()
 
 
-def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return what the user gave, without defaults, parsed and checked by ``parser``.
+def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this package as sections of ``--help``. Values stay text, which ``resolve``
+    checks."""
+    tiering = parser.add_argument_group(
+        "tiering", "The tiers below device memory (sglang-tiered). Sizes: 64GiB, 64GB or bytes."
+    )
+    add_arguments(tiering, TieredConfig, NvmeConfig, ObjectConfig, PeerConfig, RequestLogConfig)
+    transfer = parser.add_argument_group(
+        "KV transfer", "Prefill and decode on different instances, over ZeroMQ (sglang-tiered)."
+    )
+    add_arguments(transfer, TransferConfig)
 
-    Unknown flags end the process with argparse's own sentence and exit code 2.
-    """
-    defaults = {id(action): action.default for action in parser._actions}  # noqa: SLF001
-    parser_defaults = dict(parser._defaults)  # noqa: SLF001
-    for action in parser._actions:  # noqa: SLF001
-        action.default = argparse.SUPPRESS
-    parser._defaults.clear()  # noqa: SLF001
-    try:
-        return vars(parser.parse_args(list(arguments)))
-    finally:
-        for action in parser._actions:  # noqa: SLF001
-            action.default = defaults[id(action)]
-        parser._defaults.update(parser_defaults)  # noqa: SLF001
+
+def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what the user gave, without defaults, parsed and checked by ``parser``."""
+    unset: Any = object()
+    nothing = argparse.Namespace(**{action.dest: unset for action in parser._actions})  # noqa: SLF001
+    found = vars(parser.parse_args(list(arguments), nothing))
+    return {name: value for name, value in found.items() if value is not unset}
+
+
+def _without_our_flags(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that SGLang knows. Ours may be abbreviated, as SGLang's may."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for flag in ALL_FLAGS:
+        parser.add_argument(flag.option)
+    return parser.parse_known_args(list(arguments))[1]
 
 
 def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool) -> Resolved:
     """Check the given flags and complete them. Raises ``ConfigError``; changes nothing."""
-    rest = without_our_flags(arguments)
+    rest = _without_our_flags(arguments)
     _check_machine(explicit, on_cpu=on_cpu)
     values = values_of(TieredConfig, explicit)
     mode = values.get("mode", TierMode.NVME)
@@ -195,21 +209,6 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
     return Resolved(config, _completed(rest, added, explicit), tuple(notes))
 
 
-def resolve_without_nvme(
-    explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool, problem: str
-) -> Resolved:
-    """Resolve the same command line for host memory only: pages cannot be named for storage."""
-    nvme_only = {flag.dest for flag in NVME_FLAGS}
-    kept = {name: value for name, value in explicit.items() if name not in nvme_only}
-    resolved = resolve({**kept, "tier_mode": TierMode.HOST.value}, arguments, on_cpu=on_cpu)
-    note = (
-        f"SGLang's page hash extension cannot be built ({problem}), so this server runs without "
-        "NVMe and object tiers; install a C++ compiler and the headers of OpenSSL and "
-        "Python (Debian: apt-get install g++ libssl-dev python3-dev)."
-    )
-    return Resolved(resolved.config, resolved.sglang_arguments, (*resolved.notes, note))
-
-
 def _check_machine(explicit: Mapping[str, Any], *, on_cpu: bool) -> None:
     for name in _SIZES:
         if explicit.get(name) is not None and explicit[name] < 1:
@@ -219,9 +218,11 @@ def _check_machine(explicit: Mapping[str, Any], *, on_cpu: bool) -> None:
 
 
 def _refuse_other_caches(explicit: Mapping[str, Any]) -> None:
-    for name, flag in _EXCLUSIVE_FLAGS.items():
+    for name in _EXCLUSIVE:
         if explicit.get(name) not in (None, False):
-            raise ConfigError(f"{flag} cannot run with tiering; drop it, or pass --tier-mode off.")
+            raise ConfigError(
+                f"{_flag(name)} cannot run with tiering; drop it, or pass --tier-mode off."
+            )
     if explicit.get("enable_hierarchical_cache", True) is False:  # no command line says so
         raise ConfigError(
             "enable_hierarchical_cache=False leaves no tiers; drop it, or pass tier_mode='off'."
@@ -254,13 +255,11 @@ def _resolve_host(explicit: Mapping[str, Any], host_bytes: int | None) -> int | 
     if host_bytes is None:
         return None  # SGLang decides, once it knows the device pool
     text = explicit["tier_host_bytes"]
-    given = [
-        flag for flag in ("--hicache-size", "--hicache-ratio") if _argument_name(flag) in explicit
-    ]
-    if given:
-        raise ConfigError(
-            f"--tier-host-bytes {text} and {given[0]} both size the host tier; drop one."
-        )
+    for name in ("hicache_size", "hicache_ratio"):
+        if name in explicit:
+            raise ConfigError(
+                f"--tier-host-bytes {text} and {_flag(name)} both size the host tier; drop one."
+            )
     available = allocatable_bytes()
     if host_bytes > available:
         raise ConfigError(
@@ -406,10 +405,6 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _argument_name(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
-
-
 def _existing_parent(path: Path) -> Path:
     while not os.path.exists(path):  # nor one that may not be looked at
         path = path.parent
@@ -429,7 +424,7 @@ def _completed(
 ) -> list[str]:
     """Return the arguments with the added flags, except those that the user gave."""
     for flag, value in added.items():
-        if _argument_name(flag) not in explicit:
+        if flag.lstrip("-").replace("-", "_") not in explicit:
             arguments += [flag] if value is None else [flag, value]
     return arguments
 
@@ -483,20 +478,13 @@ def isolation(explicit: Mapping[str, Any], config: TransferConfig | None) -> str
     if config is None or config.keys_path is not None or config.allowed_networks:
         return None
     host = explicit.get("host") or "127.0.0.1"
-    if not explicit.get("enable_pd_role_switch") or _is_loopback(host):
+    if not explicit.get("enable_pd_role_switch") or is_loopback(host):
         return None
     return (
         "with --enable-pd-role-switch this server may come to decode, and then fails all requests "
         "whose prefill is on another machine; name those in --transfer-allow, or pass "
         "--transfer-keys."
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def transfer_arguments(

@@ -91,22 +91,17 @@ def _use_huge_pages() -> None:
 
 
 def resolve(explicit: Mapping[str, Any], arguments: Sequence[str]) -> Resolved:
-    """Check what was given and complete it, for host memory alone where pages cannot be named.
-    Sets the environment of what is started. Raises ``ConfigError``; touches no tier."""
+    """Check what was given and complete it. Sets the environment of what is started. Raises
+    ``ConfigError``; touches no tier."""
     import torch
 
     from sglang_tiered.integration.launch import resolve as resolution
 
-    on_cpu = not torch.cuda.is_available()
-    resolved = resolution.resolve(explicit, arguments, on_cpu=on_cpu)
+    resolved = resolution.resolve(explicit, arguments, on_cpu=not torch.cuda.is_available())
     if resolved.config.mode is not TierMode.OFF:
         _use_huge_pages()
     if resolved.config.mode is TierMode.NVME:
-        problem = _page_hash_problem()
-        if problem is not None:
-            return resolution.resolve_without_nvme(
-                explicit, arguments, on_cpu=on_cpu, problem=problem
-            )
+        _build_page_hash()
     return resolved
 
 
@@ -183,8 +178,8 @@ def complete(server_args: Any) -> None:
         ) from error
 
 
-def _page_hash_problem() -> str | None:
-    """Build SGLang's page hash extension now, or say why it cannot be built.
+def _build_page_hash() -> None:
+    """Build SGLang's page hash extension now. Raises ``ConfigError`` where it cannot be built.
 
     SGLang builds it at the first prefill, where it would stall a request for seconds, and where
     a missing compiler would end the scheduler.
@@ -193,10 +188,13 @@ def _page_hash_problem() -> str | None:
 
     try:
         get_hash_str([0], page_size=1)
-    except Exception as error:
-        # Whatever the build tools raised: the server can run without this tier.
-        return textwrap.shorten(str(error.__cause__ or error), width=100, placeholder=" ...")
-    return None
+    except Exception as error:  # whatever the build tools raised
+        why = textwrap.shorten(str(error.__cause__ or error), width=100, placeholder=" ...")
+        raise ConfigError(
+            f"SGLang's page hash extension cannot be built ({why}), and the tiers below host "
+            "memory name pages with it; install a C++ compiler and the headers of OpenSSL and "
+            "Python (Debian: apt-get install g++ libssl-dev python3-dev), or pass --tier-mode host."
+        ) from error
 
 
 def check_model(server_args: Any, config: TieredConfig) -> None:
