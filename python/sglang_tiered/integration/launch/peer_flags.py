@@ -109,20 +109,12 @@ def _address(host: str) -> str:
 
 def _try_ports(first: int | None, host: str, num_ranks: int) -> None:
     """Raise ``ConfigError`` unless this machine can listen on a port for each rank."""
-    if first is None:
-        _try(host, 0)
-        return
     last = MAX_PORT - num_ranks + 1
-    if not 1 <= first <= last:
+    if first is not None and not 1 <= first <= last:
         raise ConfigError(f"--tier-peer-port {first} must be from 1 to {last}; drop it for any.")
-    for port in range(first, first + num_ranks):
-        _try(host, port)
-
-
-def _try(host: str, port: int) -> None:
-    """Raise ``ConfigError`` where this machine cannot listen."""
     try:
-        try_port("--tier-peer-port", host, port, "pass another, or drop it for any free one.")
+        for port in (0,) if first is None else range(first, first + num_ranks):
+            try_port("--tier-peer-port", host, port, "pass another, or drop it for any free one.")
     except OSError as error:
         raise ConfigError(
             f"--tier-peer-host {host} cannot be listened on ({error.strerror}); pass an address of "
