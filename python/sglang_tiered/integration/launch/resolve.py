@@ -46,7 +46,7 @@ from sglang_tiered.transfer.addresses import parse_networks
 from sglang_tiered.wire.keys import load_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = [
     "ALL_FLAGS",
@@ -86,7 +86,16 @@ _EXCLUSIVE = (
     "elastic_ep_backend",
     "disaggregation_decode_enable_offload_kvcache",
 )
-_SIZES = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "nnodes", "max_total_tokens")
+_STORAGE = ("hicache_storage_backend", "hicache_storage_backend_extra_config")
+_SIZES = (
+    "page_size",
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "attn_dp_size",
+    "nnodes",
+    "max_total_tokens",
+)
 
 
 ROLES = ("prefill", "decode")
@@ -138,9 +147,10 @@ def _without_our_flags(arguments: Sequence[str]) -> list[str]:
 def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool) -> Resolved:
     """Check the given flags and complete them. Raises ``ConfigError``; changes nothing."""
     rest = _without_our_flags(arguments)
-    _check_machine(explicit, on_cpu=on_cpu)
     values = values_of(TieredConfig, explicit)
     mode = values.get("mode", TierMode.NVME)
+    for sentence in _conflicts(explicit, mode, on_cpu=on_cpu):
+        raise ConfigError(sentence)
     default_page_size = 1 if mode is TierMode.OFF else DEFAULT_PAGE_SIZE
     pod_flags.check_arguments(explicit, explicit.get("page_size", default_page_size))
     transfer = resolve_transfer(explicit)
@@ -162,11 +172,6 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         rest = _completed(rest, added, explicit)
         return Resolved(TieredConfig(mode=mode, transfer=transfer), rest, tuple(notes))
 
-    _refuse_other_caches(explicit)
-    page_size = explicit.get("page_size", DEFAULT_PAGE_SIZE)
-    if page_size < 1:
-        raise ConfigError(f"--page-size {page_size} must be at least 1; 64 is a good value.")
-
     added |= {
         "--radix-cache-backend": CACHE_BACKEND,
         "--enable-hierarchical-cache": None,
@@ -183,14 +188,8 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
 
     nvme = None
     if mode is TierMode.NVME:
-        dcp_size = explicit.get("dcp_size") or 1
-        if dcp_size > 1:
-            raise ConfigError(
-                f"--dcp-size {dcp_size} splits pages over ranks, which SGLang's storage interface "
-                "does not describe; drop it, or pass --tier-mode host."
-            )
         nvme = _resolve_nvme(explicit, num_ranks, host_bytes or 0, notes)
-        added |= _storage_arguments(page_size)
+        added |= _storage_arguments(explicit.get("page_size", DEFAULT_PAGE_SIZE))
     else:
         refuse_given(explicit, NVME_FLAGS, "has no meaning with --tier-mode host; drop one of them")
     peers = resolve_peers(explicit, num_ranks) if mode is TierMode.NVME else None
@@ -209,28 +208,36 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
     return Resolved(config, _completed(rest, added, explicit), tuple(notes))
 
 
-def _check_machine(explicit: Mapping[str, Any], *, on_cpu: bool) -> None:
+def _conflicts(explicit: Mapping[str, Any], mode: TierMode, *, on_cpu: bool) -> Iterator[str]:
+    """Yield what of SGLang's flags cannot work on this machine, or with these tiers."""
     for name in _SIZES:
         if explicit.get(name) is not None and explicit[name] < 1:
-            raise ConfigError(f"{_flag(name)} {explicit[name]} must be at least 1.")
+            yield f"{_flag(name)} {explicit[name]} must be at least 1."
     if on_cpu and str(explicit.get("device", "")).startswith("cuda"):
-        raise ConfigError("--device cuda needs a GPU, and torch sees none here; drop it.")
-
-
-def _refuse_other_caches(explicit: Mapping[str, Any]) -> None:
-    for name in _EXCLUSIVE:
+        yield "--device cuda needs a GPU, and torch sees none here; drop it."
+    if mode is TierMode.OFF:
+        return
+    for name in (*_EXCLUSIVE, *(_STORAGE if mode is TierMode.NVME else ())):
         if explicit.get(name) not in (None, False):
-            raise ConfigError(
-                f"{_flag(name)} cannot run with tiering; drop it, or pass --tier-mode off."
-            )
+            yield f"{_flag(name)} cannot run with tiering; drop it, or pass --tier-mode off."
     if explicit.get("enable_hierarchical_cache", True) is False:  # no command line says so
-        raise ConfigError(
-            "enable_hierarchical_cache=False leaves no tiers; drop it, or pass tier_mode='off'."
-        )
+        yield "enable_hierarchical_cache=False leaves no tiers; drop it, or pass tier_mode='off'."
     if explicit.get("hicache_host_memory_mode", "cache") != "cache":
-        raise ConfigError(
+        yield (
             "--hicache-host-memory-mode buffer_only leaves no host tier; drop it, or pass "
             "--tier-mode off."
+        )
+    if mode is TierMode.HOST:
+        return
+    if (dcp_size := explicit.get("dcp_size") or 1) > 1:
+        yield (
+            f"--dcp-size {dcp_size} splits pages over ranks, which SGLang's storage interface "
+            "does not describe; drop it, or pass --tier-mode host."
+        )
+    if explicit.get("hicache_storage_prefetch_retry_max_attempts", 1) < 1:
+        yield (
+            "--hicache-storage-prefetch-retry-max-attempts must be at least 1, or loads that wait "
+            "for a turn or for other ranks never begin; drop it."
         )
 
 
@@ -272,17 +279,6 @@ def _resolve_host(explicit: Mapping[str, Any], host_bytes: int | None) -> int | 
 def _resolve_nvme(
     explicit: Mapping[str, Any], num_ranks: int, host_bytes: int, notes: list[str]
 ) -> NvmeConfig:
-    for name in ("hicache_storage_backend", "hicache_storage_backend_extra_config"):
-        if explicit.get(name) is not None:
-            raise ConfigError(
-                f"{_flag(name)} names a storage backend of its own, but the NVMe tier is one "
-                "already; drop it, or pass --tier-mode off."
-            )
-    if explicit.get("hicache_storage_prefetch_retry_max_attempts", 1) < 1:
-        raise ConfigError(
-            "--hicache-storage-prefetch-retry-max-attempts must be at least 1, or loads that wait "
-            "for a turn or for other ranks never begin; drop it."
-        )
     values = values_of(NvmeConfig, explicit)
     place = (cache_directory() / "sglang-tiered" / "kv").absolute()
     directory = Path(values.setdefault("directory", str(place)))

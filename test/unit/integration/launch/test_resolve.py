@@ -105,7 +105,7 @@ def test_ranks_of_one_machine_share_the_caps(resolve: Any) -> None:
         ("--enable-unified-cache-external-linker", "-external-linker cannot run with tiering"),
         ("--hicache-storage-prefetch-retry-max-attempts 0", "max-attempts must be at least 1, or"),
         ("--disaggregation-decode-enable-offload-kvcache", "cannot run with tiering; drop"),
-        ("--hicache-storage-backend file", "--hicache-storage-backend names a storage backend"),
+        ("--hicache-storage-backend file", "--hicache-storage-backend cannot run with tiering"),
         ("--hicache-host-memory-mode buffer_only", "buffer_only leaves no host tier"),
         ("--tier-host-bytes 1GiB --hicache-ratio 2", "both size the host tier"),
         ("--dcp-size 2", "--dcp-size 2 splits pages over ranks"),
