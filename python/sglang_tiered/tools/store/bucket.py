@@ -4,7 +4,6 @@ collector, which plans only, unless told to delete."""
 from __future__ import annotations
 
 import array
-import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -48,13 +47,13 @@ from sglang_tiered.tools.terminal import print_lines
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.region.notes import PageSize
     from sglang_tiered.tools.store.report import Columns
 
-__all__ = ["gc", "run"]
+__all__ = ["run"]
 
 _WAY_OUT = "pass the URL of a server's object tier"
 _SUMMED = (
@@ -81,6 +80,20 @@ class _Bucket:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run ``stat``, ``verify`` or ``gc``. The text of a failed request holds no secrets."""
+    try:
+        return (_gc if arguments.command == "gc" else _look)(arguments)
+    except BucketError as error:
+        cure = (
+            "check the credentials and the region in the environment, what they permit, and the "
+            "name of the bucket"
+            if error.failure is Failure.DENIED
+            else "check the endpoint in the environment and try again"
+        )
+        raise StoreError(f"{arguments.place} cannot be used: {error.clause}; {cure}") from None
+
+
+def _look(arguments: argparse.Namespace) -> int:
     """``stat``, from listings alone, and ``verify``, which reads every page."""
     is_full = arguments.command == "verify"
     if arguments.region is not None:
@@ -89,21 +102,25 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = {} if noted is None else _noted_sizes(noted)
     target = _open(arguments.place)
     started = time.monotonic()
-    with _requests_end(target.url), ThreadPoolExecutor(arguments.jobs) as pool:
-        records = all_records(target.requests)
-        problems = [
-            _problem(record.path, "cannot be read: servers miss all that is older")
-            for record in records
-            if record.what is None
-        ]
-        look = _Look(target.requests, BucketErasures.of(records), pool if is_full else None)
+    records = all_records(target.requests)
+    problems = [
+        _problem(record.path, "cannot be read: servers miss all that is older")
+        for record in records
+        if record.what is None
+    ]
+    with ThreadPoolExecutor(arguments.jobs) as threads:
+        look = _Look(target.requests, BucketErasures.of(records), threads if is_full else None)
         namespaces = [look.into(Layout(name), sizes.get(name)) for name in target.namespaces]
     problems += look.problems
-    total = {key: sum(entry[key] for entry in namespaces) for key in _SUMMED}
     report: dict[str, Any] = {
         "url": target.url,
         "namespaces": namespaces,
-        "total": total | {"tokens": None, "tenants": None} | _ages(look.modified),
+        "total": {
+            **{key: sum(entry[key] for entry in namespaces) for key in _SUMMED},
+            "tokens": None,
+            "tenants": None,
+            **_ages(look.modified),
+        },
         "erasures": sum(each.what is None or not each.what.is_empty for each in records),
         "problems": problems,
         **speed(target.requests.bytes_in, time.monotonic() - started),
@@ -151,7 +168,7 @@ class _Look:
 
     def into(self, layout: Layout, size: PageSize | None) -> dict[str, Any]:
         found: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
-        modified, tenants, lengths = list[float](), set[bytes](), array.array("Q")
+        modified, tenants, lengths = array.array("d"), set[bytes](), array.array("Q")
         for chunk in self._requests.listing(layout.pages):
             named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
             found["foreign"] += len(chunk) - len(named)
@@ -164,8 +181,7 @@ class _Look:
                     layout.namespace, name.tenant, name.key, name.stamp
                 )
                 tenants.add(name.tenant)
-            times = [each.modified for each, _ in named] + modified
-            modified = [min(times), max(times)] if times else []
+                modified.append(each.modified)
             if self._pool is not None:
                 self._check(named, self._pool, found)
         for chunk in self._requests.listing(layout.pins):
@@ -175,7 +191,8 @@ class _Look:
                 if data is not None and unpack_pin(bytes(data)) is None:
                     what = "does not verify: what it pinned may go"
                     self.problems.append(_problem(each.path, what))
-        self.modified += modified
+        if modified:
+            self.modified += (min(modified), max(modified))
         return {
             "namespace": layout.namespace.hex(),
             **found,
@@ -235,7 +252,7 @@ def _show(report: dict[str, Any], *, is_full: bool) -> None:
         print_verdict(report, damage)
 
 
-def gc(arguments: argparse.Namespace) -> int:
+def _gc(arguments: argparse.Namespace) -> int:
     ttl, most = arguments.ttl, arguments.max_bytes
     if ttl is not None:
         ttl = parse_duration("--ttl", ttl)
@@ -245,31 +262,30 @@ def gc(arguments: argparse.Namespace) -> int:
     target = _open(arguments.place)
     # It is no server: its marker must not make a namespace look used. So by this machine's clock.
     collector = Collector(target.requests, settings, clock=time.time)
-    reports = {}
-    with _requests_end(target.url):
-        # Of the namespaces the one that was used last stays, however long ago that is.
-        used = {name: _last_used(target.requests, name) for name in target.namespaces}
-        for name in target.namespaces:
-            reports[name.hex()] = collector.run_once(
-                name,
-                delete=arguments.delete,
-                is_server=False,
-                old_namespaces=name == max(used, key=lambda each: used[each]),
-            )
+    # Of the namespaces the one that was used last stays, however long ago that is.
+    used = {
+        name: target.requests.modified(Layout(name).collected) or 0.0 for name in target.namespaces
+    }
+    reports = {
+        name: collector.run_once(
+            name,
+            delete=arguments.delete,
+            is_server=False,
+            old_namespaces=name == max(used, key=lambda each: used[each]),
+        )
+        for name in target.namespaces
+    }
     report = {
         "url": target.url,
         "deleted": arguments.delete,
         "settings": msgspec.to_builtins(settings),
         "namespaces": [
-            {"namespace": name, **msgspec.to_builtins(found)} for name, found in reports.items()
+            {"namespace": name.hex(), **msgspec.to_builtins(found)}
+            for name, found in reports.items()
         ],
         "notes": target.notes,
     }
     return finish(arguments, report, _show_gc)
-
-
-def _last_used(requests: Requests, namespace: bytes) -> float:
-    return requests.modified(Layout(namespace).collected) or 0.0
 
 
 def _show_gc(report: dict[str, Any]) -> None:
@@ -318,28 +334,12 @@ def _open(url: str) -> _Bucket:
         raise ConfigError(f"{url} is in the memory of another process; {_WAY_OUT}")
     requests = Requests(url)
     namespaces, notes = [], []
-    with _requests_end(url):
-        for folder in requests.folders(ROOT):
-            namespace = namespace_of(folder)
-            if namespace is not None:
-                namespaces.append(namespace)
-            elif folder.rstrip("/") != ERASED:
-                notes.append(f"{folder!a} does not belong to the store and is left alone")
+    for folder in requests.folders(ROOT):
+        namespace = namespace_of(folder)
+        if namespace is not None:
+            namespaces.append(namespace)
+        elif folder.rstrip("/") != ERASED:
+            notes.append(f"{folder!a} does not belong to the store and is left alone")
     if not namespaces:
         raise StoreError(f"{url} holds nothing of an object tier; {_WAY_OUT}")
     return _Bucket(url, requests, sorted(namespaces), notes)
-
-
-@contextlib.contextmanager
-def _requests_end(url: str) -> Iterator[None]:
-    """Turn a failed request into one sentence. The text of the failure holds no secrets."""
-    try:
-        yield
-    except BucketError as error:
-        cure = (
-            "check the credentials and the region in the environment, what they permit, and the "
-            "name of the bucket"
-            if error.failure is Failure.DENIED
-            else "check the endpoint in the environment and try again"
-        )
-        raise StoreError(f"{url} cannot be used: {error.clause}; {cure}") from None

@@ -18,7 +18,7 @@ from sglang_tiered.storage.region.format import parse_region_name
 from sglang_tiered.tools.terminal import Parser, run_program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["main", "make_parser"]
 
@@ -112,7 +112,21 @@ def _run(arguments: Sequence[str] | None) -> int:
         options.place = Path(options.place).absolute().as_uri()
     options.directory = Path(options.place)
     is_bucket = _URL.match(options.place) is not None
-    return _command(options.command, is_bucket=is_bucket)(options)
+    if is_bucket and options.command == "dump":
+        raise ConfigError("dump is for a directory of the NVMe tier; a URL has stat, verify, gc.")
+    if not is_bucket and options.command == "gc":
+        raise ConfigError(
+            "gc is for the URL of an object tier; a server of a directory of the NVMe tier gives "
+            "back pages of no use itself."
+        )
+    # Imported late: --help and a mistyped flag need neither the engine nor its dependencies.
+    if is_bucket:
+        from sglang_tiered.tools.store import bucket
+
+        return bucket.run(options)
+    from sglang_tiered.tools.store import dump, shards
+
+    return dump.run(options) if options.command == "dump" else shards.run(options)
 
 
 def _is_bucket(directory: Path) -> bool:
@@ -120,24 +134,6 @@ def _is_bucket(directory: Path) -> bool:
     with contextlib.suppress(OSError):
         return any(_NAMESPACE.fullmatch(name) for name in os.listdir(directory / ROOT))
     return False
-
-
-def _command(name: str, *, is_bucket: bool) -> Callable[[argparse.Namespace], int]:
-    # Imported late: --help and a mistyped flag need neither the engine nor its dependencies.
-    if is_bucket and name != "dump":
-        from sglang_tiered.tools.store import bucket
-
-        return bucket.gc if name == "gc" else bucket.run
-    if is_bucket:
-        raise ConfigError("dump is for a directory of the NVMe tier; a URL has stat, verify, gc.")
-    if name == "gc":
-        raise ConfigError(
-            "gc is for the URL of an object tier; a server of a directory of the NVMe tier gives "
-            "back pages of no use itself."
-        )
-    from sglang_tiered.tools.store import dump, shards
-
-    return dump.run if name == "dump" else shards.run
 
 
 def make_parser() -> argparse.ArgumentParser:

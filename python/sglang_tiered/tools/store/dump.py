@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.errors import ConfigError, StoreError
@@ -16,7 +16,7 @@ from sglang_tiered.storage.region.walk import read_run
 from sglang_tiered.tools.store.report import problem_json, problem_text
 from sglang_tiered.tools.store.scan import open_shards
 from sglang_tiered.tools.store.target import resolve
-from sglang_tiered.tools.terminal import note, print_lines
+from sglang_tiered.tools.terminal import note
 
 if TYPE_CHECKING:
     import argparse
@@ -28,20 +28,19 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_HEADER = "shard region extent offset length checksum key namespace"
-
 
 class _DumpedPage(NamedTuple):
-    """Describes one page. The order of the fields is that of the columns."""
+    """Describes one page. The order of the fields is that of the columns; digits are
+    hexadecimal."""
 
     shard: str
     region: int
     extent: int
     offset: int
     length: int
-    checksum: int
-    key: bytes
-    namespace: bytes
+    checksum: str
+    key: str
+    namespace: str
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,12 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.extract is not None:
         return _extract(target, readers, arguments)
     if not arguments.json:
-        print_lines([_HEADER])
+        print(" ".join(_DumpedPage._fields))
     num_problems = 0
     for reader in readers:
         for view in reader.views(full=False, jobs=arguments.jobs):
             for entry in _entries(reader, view, arguments.keys or "", arguments.namespace or ""):
-                print(_json_line(entry) if arguments.json else _line(entry))
+                shown = json.dumps(entry._asdict()) if arguments.json else None
+                print(shown or " ".join(map(str, entry)))
             num_problems += len(view.problems)
             for problem in view.problems:
                 note(problem_text(problem_json(reader.shard.name, problem, view)))
@@ -73,25 +73,13 @@ def _entries(
     for ordinal, extent in enumerate(view.contents.each()):
         if not extent.namespace.hex().startswith(namespace):
             continue
+        place = reader.shard.name, view.sequence, ordinal
         columns = (extent.pages[name].tolist() for name in ("length", "checksum", "key"))
         pages = zip(extent.page_offsets().tolist(), *columns, strict=True)
-        for page in pages:
-            if page[-1].hex().startswith(keys):
-                place = reader.shard.name, view.sequence, ordinal
-                yield _DumpedPage._make((*place, *page, extent.namespace))
-
-
-def _line(entry: _DumpedPage) -> str:
-    *place, checksum, key, namespace = entry
-    fields = [*map(str, place), f"{checksum:016x}", key.hex(), namespace.hex()]
-    return " ".join(fields)
-
-
-def _json_line(entry: _DumpedPage) -> str:
-    fields: dict[str, Any] = entry._asdict()
-    fields["checksum"] = f"{entry.checksum:016x}"
-    fields["key"], fields["namespace"] = entry.key.hex(), entry.namespace.hex()
-    return json.dumps(fields)
+        for offset, length, checksum, key in pages:
+            if key.hex().startswith(keys):
+                digits = f"{checksum:016x}", key.hex(), extent.namespace.hex()
+                yield _DumpedPage(*place, offset, length, *digits)
 
 
 def _extract(
@@ -105,14 +93,14 @@ def _extract(
     stored = _read(next(one for one in readers if one.shard.name == entry.shard), entry)
     where = f"{entry.shard}, region {entry.region}, offset {entry.offset}"
     if stored is None:
-        note(f"page {entry.key.hex()} ({where}) does not match its checksum; nothing was written")
+        note(f"page {entry.key} ({where}) does not match its checksum; nothing was written")
         return 1
     page, codec = page_alone(stored)  # as it is in memory, where the store knows that
     remark = "" if page is stored else f", decoded from {stored.nbytes} bytes"
     if codec is not None:
         remark = f", as stored: encoded by {codec}, which takes the model's layout to decode"
     _write(arguments.output, page)
-    note(f"{page.nbytes} bytes of page {entry.key.hex()} ({where}) verified and written{remark}")
+    note(f"{page.nbytes} bytes of page {entry.key} ({where}) verified and written{remark}")
     return 0
 
 
@@ -123,16 +111,12 @@ def _newest(found: list[_DumpedPage], target: StoreTarget, wanted: str) -> _Dump
             f"no page in {target.path} has a key that begins with {wanted}; "
             "dump without --extract lists what is stored"
         )
-    for what, values, way_out in (
-        ("key", {e.key.hex() for e in found}, "pass more digits"),
-        ("shard", {e.shard for e in found}, "pass one of them as DIR"),
-        ("namespace", {e.namespace.hex() for e in found}, "pass --namespace"),
-    ):
-        if len(values) > 1:
-            listed = ", ".join(sorted(values)[:3])
-            raise StoreError(
-                f"--extract {wanted} means pages of {len(values)} {what}s ({listed}); {way_out}"
-            )
+    meant = {(entry.key, entry.namespace, entry.shard) for entry in found}
+    if len(meant) > 1:
+        raise StoreError(
+            f"--extract {wanted} means {len(meant)} pages, which dump --keys {wanted} lists; pass "
+            "more digits, --namespace, or one shard as PLACE"
+        )
     return max(found, key=lambda entry: (entry.region, entry.offset))
 
 
@@ -155,8 +139,8 @@ def _read(reader: ShardReader, entry: _DumpedPage) -> memoryview | None:
     finally:
         reader.device.close(fd)
     page = buffer[: entry.length]
-    verifies = page_checksum(entry.namespace, entry.key, [page]) == entry.checksum
-    return page if verifies else None
+    names = bytes.fromhex(entry.namespace), bytes.fromhex(entry.key)
+    return page if f"{page_checksum(*names, [page]):016x}" == entry.checksum else None
 
 
 def _write(path: Path, data: memoryview) -> None:
