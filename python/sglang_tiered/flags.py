@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -146,9 +147,7 @@ def parse_bytes(flag: str, text: str, *, otherwise: str) -> int:
             f"{flag} {text!r} is not a size; write a number with KiB, MiB, GiB, TiB (powers of "
             "1024), KB, MB, GB, TB (powers of 1000), or plain bytes."
         )
-    value = int(float(match[1]) * _BYTES[match[2].lower()]) if "." in match[1] else int(match[1])
-    if "." not in match[1]:
-        value *= _BYTES[match[2].lower()]
+    value = int(Decimal(match[1]) * _BYTES[match[2].lower()])
     if value <= 0:
         raise ConfigError(f"{flag} {text} must be greater than zero; {otherwise}.")
     return value

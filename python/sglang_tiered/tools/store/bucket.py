@@ -136,7 +136,7 @@ def _noted_sizes(directory: Path) -> dict[bytes, PageSize]:
     ``StoreError``."""
     sizes: dict[bytes, PageSize] = {}
     for shard in resolve(directory).shards:
-        sizes |= read_page_sizes(read_note(shard.path, PAGE_SIZES_NAME))
+        sizes |= read_page_sizes(read_note(shard, PAGE_SIZES_NAME))
     return sizes
 
 

@@ -122,7 +122,7 @@ def _newest(found: list[_DumpedPage], target: StoreTarget, wanted: str) -> _Dump
 
 def _read(reader: ShardReader, entry: _DumpedPage) -> memoryview | None:
     """Return the bytes of a page as stored; ``None`` when they do not verify."""
-    region = f"region {entry.region} of {reader.shard.path}"
+    region = f"region {entry.region} of {reader.shard}"
     try:
         fd = reader.device.open(region_name(entry.region))
     except FileNotFoundError:

@@ -27,10 +27,11 @@ from sglang_tiered.tools.store.target import find_holder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from sglang_tiered.storage.region.device import Files
     from sglang_tiered.storage.region.format import RegionHeader
-    from sglang_tiered.tools.store.target import Shard, StoreTarget
+    from sglang_tiered.tools.store.target import StoreTarget
 
 __all__ = ["ScannedRegion", "ShardReader", "open_shards"]
 
@@ -105,12 +106,12 @@ class ShardReader:
     """The region files a shard has now, or one of them. Raises ``StoreError`` when the shard cannot
     be read."""
 
-    def __init__(self, shard: Shard, only: int | None) -> None:
+    def __init__(self, shard: Path, only: int | None) -> None:
         self.shard = shard
         self.num_gone = 0
         try:
-            self.device = FileReader(shard.path)
-            self.holder = find_holder(shard.path)
+            self.device = FileReader(shard)
+            self.holder = find_holder(shard)
             names = sorted(self.device.list_names())
             self._durable_tails = read_checkpoint(self.device)
             self.erased = erase_log.read(self.device)
@@ -119,8 +120,7 @@ class ShardReader:
             self.pins = pins.read_all(self.device, names)
         except OSError as error:
             raise StoreError(
-                f"{shard.path} cannot be read ({error.strerror}); check the disk and its "
-                "permissions"
+                f"{shard} cannot be read ({error.strerror}); check the disk and its permissions"
             ) from error
         self.checkpoint = {
             "present": CHECKPOINT_NAME in names,

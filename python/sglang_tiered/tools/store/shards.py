@@ -209,7 +209,7 @@ def _told_of(reader: ShardReader, views: Sequence[ScannedRegion]) -> dict[str, _
     """Return what the noted sizes of pages tell of namespaces. Left out is one where the lengths of
     pages do not tell."""
     found = {}
-    sizes = read_page_sizes(read_note(reader.shard.path, PAGE_SIZES_NAME))
+    sizes = read_page_sizes(read_note(reader.shard, PAGE_SIZES_NAME))
     for namespace, noted in sizes.items():
         stored_bytes, page_bytes, keys = 0, 0, [np.zeros(0, "V32")]
         for view in views:

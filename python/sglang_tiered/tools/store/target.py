@@ -30,7 +30,7 @@ from sglang_tiered.storage.region.format import parse_region_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Holder", "Shard", "StoreTarget", "find_holder", "resolve"]
+__all__ = ["Holder", "StoreTarget", "find_holder", "resolve"]
 
 _LOCKS = Path("/proc/locks")
 
@@ -57,18 +57,12 @@ class Holder(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shard:
-    name: str
-    path: Path
-
-
-@dataclass(frozen=True)
 class StoreTarget:
     """Describes DIR. ``manifest`` is the format version it states; ``None`` without a valid one."""
 
     path: Path
     is_tier: bool
-    shards: Sequence[Shard]
+    shards: Sequence[Path]
     manifest: int | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -86,7 +80,7 @@ def resolve(path: Path) -> StoreTarget:
             f"{path} cannot be read ({error.strerror}); fix its permissions or {_WAY_OUT}"
         ) from error
     if _is_shard(path, names):
-        return StoreTarget(path, False, [Shard(path.resolve().name, path)])
+        return StoreTarget(path, False, [path.resolve()])
     try:
         state = inspect(path)
     except StoreFormatError:
@@ -109,7 +103,7 @@ def resolve(path: Path) -> StoreTarget:
     for name in sorted(name for name in names if name.startswith(SHARD_PREFIX)):
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISDIR((path / name).lstat().st_mode):
-                shards.append(Shard(name, path / name))
+                shards.append(path / name)
             else:
                 notes.append(f"{name!a} is not a directory and is left alone")
     return StoreTarget(path, True, shards, manifest, notes)
