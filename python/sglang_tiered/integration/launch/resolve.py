@@ -52,12 +52,12 @@ __all__ = [
     "ALL_FLAGS",
     "Resolved",
     "add_tier_arguments",
+    "added_arguments",
     "explicit_arguments",
-    "isolation",
     "resolve",
     "resolve_object",
     "resolve_transfer",
-    "transfer_arguments",
+    "warnings",
 ]
 
 DEFAULT_PAGE_SIZE = 64
@@ -146,66 +146,34 @@ def _without_our_flags(arguments: Sequence[str]) -> list[str]:
 
 def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool) -> Resolved:
     """Check the given flags and complete them. Raises ``ConfigError``; changes nothing."""
-    rest = _without_our_flags(arguments)
+    completed = _without_our_flags(arguments)
     values = values_of(TieredConfig, explicit)
     mode = values.get("mode", TierMode.NVME)
     for sentence in _conflicts(explicit, mode, on_cpu=on_cpu):
         raise ConfigError(sentence)
     default_page_size = 1 if mode is TierMode.OFF else DEFAULT_PAGE_SIZE
     pod_flags.check_arguments(explicit, explicit.get("page_size", default_page_size))
-    transfer = resolve_transfer(explicit)
-    added = transfer_arguments(explicit, transfer, has_tiers=mode is not TierMode.OFF)
-    if on_cpu:
-        # An idle scheduler polls without a pause: a core that other servers could compute on.
-        added["--sleep-on-idle"] = None
-    notes: list[str] = []
-    if (warning := isolation(explicit, transfer)) is not None:
-        notes.append(warning)
-    if on_cpu and "mem_fraction_static" in explicit:
-        notes.append(
-            "--mem-fraction-static is a share of a GPU's memory and has no meaning on a CPU, where "
-            "device and host memory come from one budget; --max-total-tokens sizes the device pool."
-        )
-    if mode is TierMode.OFF:
-        others = {**explicit, "tier_mode": None}
-        refuse_given(others, TIER_FLAGS, "has no meaning with --tier-mode off; drop one of them")
-        rest = _completed(rest, added, explicit)
-        return Resolved(TieredConfig(mode=mode, transfer=transfer), rest, tuple(notes))
-
-    added |= {
-        "--radix-cache-backend": CACHE_BACKEND,
-        "--enable-hierarchical-cache": None,
-        "--enable-cache-report": None,  # or no OpenAI client sees what came from a tier
-        "--page-size": str(DEFAULT_PAGE_SIZE),
-    }
-
-    sizes = sizes_of(explicit)
+    if mode is not TierMode.NVME:
+        flags = TIER_FLAGS if mode is TierMode.OFF else NVME_FLAGS
+        why = f"has no meaning with --tier-mode {mode.value}; drop one of them"
+        refuse_given({**explicit, "tier_mode": None}, flags, why)
+    has_nvme, sizes, notes = mode is TierMode.NVME, sizes_of(explicit), list[str]()
     num_ranks = sizes.num_ranks
     host_bytes = _resolve_host(explicit, values.get("host_bytes"))
-    if host_bytes is not None:
-        # Whole gigabytes are all this flag can say; TieredRadixCache sets the exact size.
-        added["--hicache-size"] = str(max(1, round(host_bytes / num_ranks / 1e9)))
-
-    nvme = None
-    if mode is TierMode.NVME:
-        nvme = _resolve_nvme(explicit, num_ranks, host_bytes or 0, notes)
-        added |= _storage_arguments(explicit.get("page_size", DEFAULT_PAGE_SIZE))
-    else:
-        refuse_given(explicit, NVME_FLAGS, "has no meaning with --tier-mode host; drop one of them")
-    peers = resolve_peers(explicit, num_ranks) if mode is TierMode.NVME else None
-    if (warning := exposure(peers)) is not None:
-        notes.append(warning)
     config = TieredConfig(
         mode=mode,
         host_bytes=host_bytes,
-        nvme=nvme,
-        transfer=transfer,
-        object=resolve_object(explicit) if mode is TierMode.NVME else None,
-        peers=peers,
+        nvme=_resolve_nvme(explicit, num_ranks, host_bytes or 0, notes) if has_nvme else None,
+        transfer=resolve_transfer(explicit),
+        object=resolve_object(explicit) if has_nvme else None,
+        peers=resolve_peers(explicit, num_ranks) if has_nvme else None,
         request_log=_resolve_request_log(explicit),
     )
     config = sizes.put_into(config)
-    return Resolved(config, _completed(rest, added, explicit), tuple(notes))
+    for flag, value in added_arguments(explicit, config, on_cpu=on_cpu).items():
+        if flag.lstrip("-").replace("-", "_") not in explicit:
+            completed += [flag] if value is None else [flag, value]
+    return Resolved(config, completed, (*notes, *warnings(explicit, config, on_cpu=on_cpu)))
 
 
 def _conflicts(explicit: Mapping[str, Any], mode: TierMode, *, on_cpu: bool) -> Iterator[str]:
@@ -241,6 +209,36 @@ def _conflicts(explicit: Mapping[str, Any], mode: TierMode, *, on_cpu: bool) -> 
         )
 
 
+def added_arguments(
+    explicit: Mapping[str, Any], config: TieredConfig, *, on_cpu: bool
+) -> dict[str, str | None]:
+    """Return the flags that SGLang needs besides, where the user gave no others."""
+    added: dict[str, str | None] = {}
+    if on_cpu:
+        # An idle scheduler polls without a pause: a core that other servers could compute on.
+        added["--sleep-on-idle"] = None
+    if config.transfer is not None:
+        added["--disaggregation-transfer-backend"] = TRANSFER_BACKEND
+        may_decode = explicit.get("disaggregation_mode") == "decode"
+        if config.mode is not TierMode.OFF and (
+            may_decode or explicit.get("enable_pd_role_switch")
+        ):  # so that prefill sends only what the tiers do not hold
+            added["--disaggregation-decode-enable-radix-cache"] = None
+    if config.mode is not TierMode.OFF:
+        added |= {
+            "--radix-cache-backend": CACHE_BACKEND,
+            "--enable-hierarchical-cache": None,
+            "--enable-cache-report": None,  # or no OpenAI client sees what came from a tier
+            "--page-size": str(DEFAULT_PAGE_SIZE),
+        }
+    if config.host_bytes is not None:
+        # Whole gigabytes are all this flag can say; TieredRadixCache sets the exact size.
+        added["--hicache-size"] = str(max(1, round(config.host_bytes / config.num_ranks / 1e9)))
+    if config.nvme is not None:
+        added |= _storage_arguments(explicit.get("page_size", DEFAULT_PAGE_SIZE))
+    return added
+
+
 def _storage_arguments(page_size: int) -> dict[str, str | None]:
     extra = {
         "backend_name": "sglang-tiered",
@@ -256,6 +254,25 @@ def _storage_arguments(page_size: int) -> dict[str, str | None]:
         "--hicache-storage-backend-extra-config": json.dumps(extra),
         "--hicache-storage-prefetch-policy": "timeout",
     }
+
+
+def warnings(explicit: Mapping[str, Any], config: TieredConfig, *, on_cpu: bool) -> Iterator[str]:
+    """Yield what works, but perhaps not as its operator expects."""
+    if on_cpu and "mem_fraction_static" in explicit:
+        yield (
+            "--mem-fraction-static is a share of a GPU's memory and has no meaning on a CPU, where "
+            "device and host memory come from one budget; --max-total-tokens sizes the device pool."
+        )
+    transfer, is_alone = config.transfer, is_loopback(explicit.get("host") or "127.0.0.1")
+    may_take_kv = transfer is None or transfer.keys_path is not None or transfer.allowed_networks
+    if explicit.get("enable_pd_role_switch") and not may_take_kv and not is_alone:
+        yield (
+            "with --enable-pd-role-switch this server may come to decode, and then fails all "
+            "requests whose prefill is on another machine; name those in --transfer-allow, or pass "
+            "--transfer-keys."
+        )
+    if (exposed := exposure(config.peers)) is not None:
+        yield exposed
 
 
 def _resolve_host(explicit: Mapping[str, Any], host_bytes: int | None) -> int | None:
@@ -415,16 +432,6 @@ def _held_bytes(directory: Path) -> int:
         return 0
 
 
-def _completed(
-    arguments: list[str], added: Mapping[str, str | None], explicit: Mapping[str, Any]
-) -> list[str]:
-    """Return the arguments with the added flags, except those that the user gave."""
-    for flag, value in added.items():
-        if flag.lstrip("-").replace("-", "_") not in explicit:
-            arguments += [flag] if value is None else [flag, value]
-    return arguments
-
-
 def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
     """Return the transfer settings of a prefill or decode instance; None for any other server.
     Raises ``ConfigError``; the keys are read, nothing is written.
@@ -466,34 +473,3 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
         for needed in ROLES if explicit.get("enable_pd_role_switch") else (role,):
             load_keys(config.keys_path, needed)
     return config
-
-
-def isolation(explicit: Mapping[str, Any], config: TransferConfig | None) -> str | None:
-    """Return a sentence for the operator of a server that may come to decode, and would take no KV
-    from the machines that reach it."""
-    if config is None or config.keys_path is not None or config.allowed_networks:
-        return None
-    host = explicit.get("host") or "127.0.0.1"
-    if not explicit.get("enable_pd_role_switch") or is_loopback(host):
-        return None
-    return (
-        "with --enable-pd-role-switch this server may come to decode, and then fails all requests "
-        "whose prefill is on another machine; name those in --transfer-allow, or pass "
-        "--transfer-keys."
-    )
-
-
-def transfer_arguments(
-    explicit: Mapping[str, Any], config: TransferConfig | None, *, has_tiers: bool
-) -> dict[str, str | None]:
-    """Return the flags that SGLang needs besides. On decode, or what may become it, the use of its
-    tiers is among them, so that prefill sends only what they do not hold."""
-    if config is None:
-        return {}
-    added: dict[str, str | None] = {"--disaggregation-transfer-backend": TRANSFER_BACKEND}
-    may_decode = explicit["disaggregation_mode"] == "decode" or explicit.get(
-        "enable_pd_role_switch"
-    )
-    if has_tiers and may_decode:
-        added["--disaggregation-decode-enable-radix-cache"] = None
-    return added
