@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import Progress, TransferSpeedColumn
 
 from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError
@@ -86,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     scanned: list[list[ScannedRegion]] = []
     with _bar(arguments.progress if is_full else False) as bar:
-        task = bar.add_task("", total=sum(reader.region_bytes() for reader in readers))
+        task = bar.add_task("verifying", total=sum(reader.region_bytes() for reader in readers))
         for reader in readers:
             scanned.append([])
             for view in reader.views(full=is_full, jobs=arguments.jobs):
@@ -123,9 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _bar(wanted: bool | None) -> Progress:
     """On stderr, where that is a terminal or it is ``wanted``."""
     console = Console(stderr=True, force_terminal=wanted)
-    columns = TextColumn("verifying"), BarColumn(), DownloadColumn(binary_units=True)
-    rest = TransferSpeedColumn(), TimeRemainingColumn()
-    return Progress(*columns, *rest, console=console, disable=not console.is_terminal)
+    columns = *Progress.get_default_columns(), TransferSpeedColumn()
+    return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 def _collect(

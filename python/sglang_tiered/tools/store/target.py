@@ -7,9 +7,7 @@ in other containers are not in it.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -71,14 +69,8 @@ def resolve(path: Path) -> StoreTarget:
     """Find out what DIR is. Raises ``StoreError`` and its kinds for what cannot be read."""
     try:
         names = os.listdir(path)
-    except FileNotFoundError:
-        raise StoreError(f"{path} does not exist; {_WAY_OUT}") from None
-    except NotADirectoryError:
-        raise StoreError(f"{path} is not a directory; {_WAY_OUT}") from None
     except OSError as error:
-        raise StoreError(
-            f"{path} cannot be read ({error.strerror}); fix its permissions or {_WAY_OUT}"
-        ) from error
+        raise StoreError(f"{path} cannot be read ({error.strerror}); {_WAY_OUT}") from error
     if _is_shard(path, names):
         return StoreTarget(path, False, [path.resolve()])
     try:
@@ -92,21 +84,13 @@ def resolve(path: Path) -> StoreTarget:
     if state in (DirectoryState.ABSENT, DirectoryState.EMPTY):
         raise StoreError(f"{path} is empty; {_WAY_OUT}")
     notes = []
-    manifest = None
-    if state is DirectoryState.OURS:
-        manifest = manifest_version(path)
-    else:
+    if state is not DirectoryState.OURS:
         notes.append(
             f"{MANIFEST_NAME} is missing or does not verify; the next server start writes it again"
         )
-    shards = []
-    for name in sorted(name for name in names if name.startswith(SHARD_PREFIX)):
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISDIR((path / name).lstat().st_mode):
-                shards.append(path / name)
-            else:
-                notes.append(f"{name!a} is not a directory and is left alone")
-    return StoreTarget(path, True, shards, manifest, notes)
+    named = [path / name for name in sorted(names) if name.startswith(SHARD_PREFIX)]
+    shards = [shard for shard in named if shard.is_dir() and not shard.is_symlink()]
+    return StoreTarget(path, True, shards, manifest_version(path), notes)
 
 
 def _is_shard(path: Path, names: Sequence[str]) -> bool:
