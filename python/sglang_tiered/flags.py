@@ -41,7 +41,6 @@ __all__ = [
     "parse_duration",
     "parse_share",
     "refuse_given",
-    "require_positive",
     "size",
     "text",
     "values_of",
@@ -107,11 +106,11 @@ def text(metavar: str) -> Kind:
 
 
 def count(metavar: str) -> Kind:
-    """A whole number. Its range is for the configuration to judge."""
+    """A whole number from 1 on. The most is for the configuration to judge."""
 
     def parse(flag: str, given: str) -> int:
-        if not re.fullmatch(r"[+-]?[0-9]{1,18}", given):
-            raise ConfigError(f"{flag} {given} is not a whole number.")
+        if not re.fullmatch(r"[0-9]{1,18}", given) or int(given) == 0:
+            raise ConfigError(f"{flag} {given} is not a whole number from 1 on.")
         return int(given)
 
     return Kind(metavar, parse)
@@ -244,9 +243,3 @@ def refuse_given(explicit: Mapping[str, Any], flags: Iterable[Flag], why: str) -
         if given is not None:
             shown = flag.kind.metavar if flag.is_secret else given
             raise ConfigError(f"{flag.name} {shown} {why}.")
-
-
-def require_positive(flag: str, value: int) -> None:
-    """Refuse a number below 1."""
-    if value <= 0:
-        raise ConfigError(f"{flag} {value} must be greater than zero.")

@@ -110,8 +110,8 @@ def _address(host: str) -> str:
 def _try_ports(first: int | None, host: str, num_ranks: int) -> None:
     """Raise ``ConfigError`` unless this machine can listen on a port for each rank."""
     last = MAX_PORT - num_ranks + 1
-    if first is not None and not 1 <= first <= last:
-        raise ConfigError(f"--tier-peer-port {first} must be from 1 to {last}; drop it for any.")
+    if first is not None and first > last:
+        raise ConfigError(f"--tier-peer-port {first} must be at most {last}; drop it for any.")
     try:
         for port in (0,) if first is None else range(first, first + num_ranks):
             try_port("--tier-peer-port", host, port, "pass another, or drop it for any free one.")

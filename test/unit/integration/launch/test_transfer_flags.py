@@ -60,7 +60,8 @@ def test_every_value_reaches_the_settings(tmp_path: Path) -> None:
     [
         ({"transfer_encrypt": "some"}, "--transfer-encrypt some is unknown"),
         ({"transfer_window_bytes": "0"}, "transfer-window-bytes 0 must be greater than zero"),
-        ({"transfer_connections": "0"}, "--transfer-connections 0 must be from 1 to"),
+        ({"transfer_connections": "0"}, "--transfer-connections 0 is not a whole number from 1"),
+        ({"transfer_connections": "17"}, "--transfer-connections 17 must be at most 16"),
         ({"transfer_codec": "gzip"}, "--transfer-codec gzip is unknown; choose one of none, int8"),
         ({"transfer_peer_timeout": "1"}, "transfer-peer-timeout 1 must be from 2"),
         ({"transfer_peer_timeout": "nan"}, "transfer-peer-timeout nan is not a time"),
