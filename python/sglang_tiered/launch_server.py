@@ -220,12 +220,10 @@ def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, 
             "temperature": 0,
         }
     )
-    url, kind = f"{address}/v1/chat/completions", "-H 'Content-Type: application/json'"
-    url = f"'{url}'" if "[" in url else url  # which the shell, and curl, take for a pattern
-    # A certificate is for a name, and an error would say nothing with -s alone.
-    curl = ("curl -sS" if address.startswith("https") else "curl -s") + " -g" * ("[" in url)
-    lines += ["try:", f"  {curl} {url} {kind} -d {shlex.quote(body)}", ""]
-    return "\n".join(lines)
+    # Of what brackets a URL has, curl and the shell make a pattern.
+    url, kind = shlex.quote(f"{address}/v1/chat/completions"), "-H 'Content-Type: application/json'"
+    curl = f"curl -sS{'g' * ('[' in url)} {url} {kind} -d {shlex.quote(body)}"
+    return "\n".join([*lines, "try:", f"  {curl}", ""])
 
 
 def end_process(code: int) -> NoReturn:
