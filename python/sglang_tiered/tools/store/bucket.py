@@ -6,9 +6,8 @@ from __future__ import annotations
 import array
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -71,14 +70,6 @@ _COLUMNS: Columns = {
 }
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    url: str
-    requests: Requests
-    namespaces: list[bytes]
-    notes: list[str] = field(default_factory=list)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run ``stat``, ``verify`` or ``gc``. The text of a failed request holds no secrets."""
     try:
@@ -100,32 +91,38 @@ def _look(arguments: argparse.Namespace) -> int:
         raise ConfigError("--region is for a directory, not for a URL.")
     noted = None if is_full else arguments.tier_dir
     sizes = {} if noted is None else _noted_sizes(noted)
-    target = _open(arguments.place)
+    requests, names, notes = _open(arguments.place)
     started = time.monotonic()
-    records = all_records(target.requests)
+    records = all_records(requests)
     problems = [
         _problem(record.path, "cannot be read: servers miss all that is older")
         for record in records
         if record.what is None
     ]
-    with ThreadPoolExecutor(arguments.jobs) as threads:
-        look = _Look(target.requests, BucketErasures.of(records), threads if is_full else None)
-        namespaces = [look.into(Layout(name), sizes.get(name)) for name in target.namespaces]
-    problems += look.problems
+    erased, namespaces = BucketErasures.of(records), []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for name in names:
+            layout = Layout(name)
+            if is_full:
+                problems += _bad_pins(requests, layout)
+            entry, wrong = _count(requests, layout, erased, sizes.get(name), is_full and pool)
+            namespaces.append(entry)
+            problems += wrong
+    ages = [entry[key] for entry in namespaces for key in ("oldest_age_s", "newest_age_s")]
     report: dict[str, Any] = {
-        "url": target.url,
+        "url": arguments.place,
         "namespaces": namespaces,
         "total": {
             **{key: sum(entry[key] for entry in namespaces) for key in _SUMMED},
             "tokens": None,
             "tenants": None,
-            **_ages(look.modified),
+            **_ends([age for age in ages if age is not None]),
         },
         "erasures": sum(each.what is None or not each.what.is_empty for each in records),
         "problems": problems,
-        **speed(target.requests.bytes_in, time.monotonic() - started),
-        "requests": target.requests.requests,
-        "notes": target.notes,
+        **speed(requests.bytes_in, time.monotonic() - started),
+        "requests": requests.requests,
+        "notes": notes,
         "ok": not problems,
     }
     return finish(arguments, report, lambda report: _show(report, is_full=is_full))
@@ -155,65 +152,56 @@ def _problem(path: str, what: str) -> dict[str, str]:
     return {"path": path, "problem": what}
 
 
-class _Look:
-    """Counts what namespaces hold. With a pool it reads every page and pin, as many at once as the
-    pool has threads."""
-
-    def __init__(
-        self, requests: Requests, erased: BucketErasures, pool: ThreadPoolExecutor | None
-    ) -> None:
-        self._requests, self._erased, self._pool = requests, erased, pool
-        self.problems: list[dict[str, str]] = []
-        self.modified: list[float] = []  # first and last of each namespace
-
-    def into(self, layout: Layout, size: PageSize | None) -> dict[str, Any]:
-        found: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
-        modified, tenants, lengths = array.array("d"), set[bytes](), array.array("Q")
-        for chunk in self._requests.listing(layout.pages):
-            named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
-            found["foreign"] += len(chunk) - len(named)
-            found["pages"] += len(named)
-            for each, name in named:
-                lengths.append(name.length)
-                found["page_bytes"] += name.length
-                found["stored_bytes"] += each.size
-                found["erased_pages"] += self._erased.kills(
-                    layout.namespace, name.tenant, name.key, name.stamp
-                )
-                tenants.add(name.tenant)
-                modified.append(each.modified)
-            if self._pool is not None:
-                self._check(named, self._pool, found)
-        for chunk in self._requests.listing(layout.pins):
-            found["pins"] += len(chunk)
-            for each in chunk if self._pool is not None else ():
-                data = self._requests.whole(each)
-                if data is not None and unpack_pin(bytes(data)) is None:
-                    what = "does not verify: what it pinned may go"
-                    self.problems.append(_problem(each.path, what))
-        if modified:
-            self.modified += (min(modified), max(modified))
-        return {
-            "namespace": layout.namespace.hex(),
-            **found,
-            "tokens": _num_tokens(lengths, size),
-            "tenants": sum(any(tenant) for tenant in tenants),
-            **_ages(modified),
-        }
-
-    def _check(
-        self, named: list[tuple[Listed, PageName]], pool: ThreadPoolExecutor, found: dict[str, int]
-    ) -> None:
-        checked = pool.map(lambda page: _verify_page(self._requests, *page), named)
+def _count(
+    requests: Requests,
+    layout: Layout,
+    erased: BucketErasures,
+    size: PageSize | None,
+    pool: ThreadPoolExecutor | Literal[False],
+) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """Return what a namespace holds, and what is wrong with it. With a pool every page is read, as
+    many at once as it has threads."""
+    found: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
+    modified, tenants, lengths = array.array("d"), set[bytes](), array.array("Q")
+    problems = []
+    for chunk in requests.listing(layout.pages):
+        named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
+        found["foreign"] += len(chunk) - len(named)
+        found["pages"] += len(named)
+        for each, name in named:
+            lengths.append(name.length)
+            modified.append(each.modified)
+            tenants.add(name.tenant)
+            found["page_bytes"] += name.length
+            found["stored_bytes"] += each.size
+            of_page = layout.namespace, name.tenant, name.key, name.stamp
+            found["erased_pages"] += erased.kills(*of_page)
+        if not pool:
+            continue
+        checked = pool.map(lambda page: _verify_page(requests, *page), named)
         for (each, _), wrong in zip(named, checked, strict=True):
             found["gone_meanwhile"] += wrong is None
-            found["damaged_pages"] += bool(wrong)
             if wrong:
-                self.problems.append(_problem(each.path, wrong))
+                found["damaged_pages"] += 1
+                problems.append(_problem(each.path, wrong))
+    found["pins"] = sum(len(chunk) for chunk in requests.listing(layout.pins))
+    now = time.time()
+    ends = _ends([max(now - each, 0.0) for each in modified])
+    tokens, named_tenants = _num_tokens(lengths, size), sum(any(tenant) for tenant in tenants)
+    counts = {**found, "tokens": tokens, "tenants": named_tenants}
+    return {"namespace": layout.namespace.hex(), **counts, **ends}, problems
 
 
-def _ages(modified: Sequence[float]) -> dict[str, float | None]:
-    ages = [max(time.time() - each, 0.0) for each in modified]
+def _bad_pins(requests: Requests, layout: Layout) -> list[dict[str, str]]:
+    return [
+        _problem(each.path, "does not verify: what it pinned may go")
+        for chunk in requests.listing(layout.pins)
+        for each in chunk
+        if (data := requests.whole(each)) is not None and unpack_pin(bytes(data)) is None
+    ]
+
+
+def _ends(ages: Sequence[float]) -> dict[str, float | None]:
     return {"oldest_age_s": max(ages, default=None), "newest_age_s": min(ages, default=None)}
 
 
@@ -259,13 +247,11 @@ def _gc(arguments: argparse.Namespace) -> int:
     if most is not None:
         most = parse_bytes("--max-bytes", most, otherwise="leave it out for no cap")
     settings = CollectorSettings(ttl_s=ttl, capacity_bytes=most)
-    target = _open(arguments.place)
+    requests, namespaces, notes = _open(arguments.place)
     # It is no server: its marker must not make a namespace look used. So by this machine's clock.
-    collector = Collector(target.requests, settings, clock=time.time)
+    collector = Collector(requests, settings, clock=time.time)
     # Of the namespaces the one that was used last stays, however long ago that is.
-    used = {
-        name: target.requests.modified(Layout(name).collected) or 0.0 for name in target.namespaces
-    }
+    used = {name: requests.modified(Layout(name).collected) or 0.0 for name in namespaces}
     reports = {
         name: collector.run_once(
             name,
@@ -273,17 +259,17 @@ def _gc(arguments: argparse.Namespace) -> int:
             is_server=False,
             old_namespaces=name == max(used, key=lambda each: used[each]),
         )
-        for name in target.namespaces
+        for name in namespaces
     }
     report = {
-        "url": target.url,
+        "url": arguments.place,
         "deleted": arguments.delete,
         "settings": msgspec.to_builtins(settings),
         "namespaces": [
             {"namespace": name.hex(), **msgspec.to_builtins(found)}
             for name, found in reports.items()
         ],
-        "notes": target.notes,
+        "notes": notes,
     }
     return finish(arguments, report, _show_gc)
 
@@ -320,18 +306,15 @@ def _show_gc(report: dict[str, Any]) -> None:
         print_lines([f"deleted {len(removals):,}, {nbytes} given back"])
 
 
-def _open(url: str) -> _Bucket:
-    """Open the object tier at a URL. Raises ``ConfigError`` and ``StoreError``; creates nothing,
-    not even a directory."""
+def _open(url: str) -> tuple[Requests, list[bytes], list[str]]:
+    """Open the object tier at a URL: its namespaces, and what is to be noted. Raises
+    ``ConfigError`` and ``StoreError``; creates nothing, not even a directory."""
     try:
         parts = urlsplit(url)
     except ValueError:
         raise ConfigError(f"the URL of the object tier is not one; {_WAY_OUT}") from None
-    directory = Path(unquote(parts.path)) if parts.scheme == "file" else None
-    if directory is not None and not directory.is_dir():
+    if parts.scheme == "file" and not Path(unquote(parts.path)).is_dir():
         raise StoreError(f"{url} is not a directory; {_WAY_OUT}")
-    if parts.scheme == "memory":
-        raise ConfigError(f"{url} is in the memory of another process; {_WAY_OUT}")
     requests = Requests(url)
     namespaces, notes = [], []
     for folder in requests.folders(ROOT):
@@ -342,4 +325,4 @@ def _open(url: str) -> _Bucket:
             notes.append(f"{folder!a} does not belong to the store and is left alone")
     if not namespaces:
         raise StoreError(f"{url} holds nothing of an object tier; {_WAY_OUT}")
-    return _Bucket(url, requests, sorted(namespaces), notes)
+    return requests, sorted(namespaces), notes
