@@ -46,6 +46,7 @@ _STATES = ("sealed", "open", "damaged", "other_format")
 _SUMMED = (
     *("regions", *(f"{state}_regions" for state in _STATES), "regions_gone_meanwhile"),
     *("extents", "pages", "superseded_pages", "purged_pages", "damaged_pages"),
+    *("payload_bytes", "physical_bytes"),
 )
 _REGION_COLUMNS = {
     "regions": ("regions", number),
@@ -76,23 +77,28 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--tier-dir is for a URL, not for a directory.")
     target = resolve(arguments.directory)
     readers = open_shards(target, arguments.region)
-    started = time.monotonic()
-    scanned: list[list[ScannedRegion]] = []
+    started, bytes_read = time.monotonic(), 0
+    shards, told = [], []
+    counted: dict[str, dict[str, dict[str, Any]]] = {"namespace": {}, "tenant": {}}
     with _bar(arguments.progress if is_full else False) as bar:
         task = bar.add_task("verifying", total=sum(reader.region_bytes() for reader in readers))
         for reader in readers:
-            scanned.append([])
+            views = []  # of one shard at a time: they hold every page's key
             for view in reader.views(full=is_full, jobs=arguments.jobs):
                 bar.advance(task, view.file_bytes)
-                scanned[-1].append(view)
-    seconds = time.monotonic() - started
-    all_views = [view for views in scanned for view in views]
-    told = [_told_of(reader, views) for reader, views in zip(readers, scanned, strict=True)]
-    shards = [_collect(*each) for each in zip(readers, scanned, told, strict=True)]
-    total = {key: sum(shard[key] for shard in shards) for key in _SUMMED} | _figures(all_views)
+                bytes_read += view.bytes_read
+                views.append(view)
+            told.append(_told_of(reader, views))
+            shards.append(_collect(reader, views, told[-1]))
+            for field, entries in counted.items():
+                _count(views, field, entries)
+    total = {key: sum(shard[key] for shard in shards) for key in _SUMMED}
+    ages = [shard[f"{end}_region_age_s"] for shard in shards for end in ("oldest", "newest")]
+    total |= _figures(total, [age for age in ages if age is not None])
     total["tokens"] = _sum_tokens(shards, [shard["tokens"] for shard in shards])
-    total["namespaces"] = _counts(all_views, "namespace")
-    total["tenants"] = _counts(all_views, "tenant")
+    for field, entries in counted.items():
+        by_size = sorted(entries.values(), key=lambda entry: -entry["payload_bytes"])
+        total[field + "s"] = by_size
     for entry in total["namespaces"]:
         ours = [each.get(entry["namespace"]) for each in told]
         known = [each for each in ours if each is not None]
@@ -106,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         "lock": find_holder(target.path)._asdict(),
         "shards": shards,
         "total": total,
-        **speed(sum(view.bytes_read for view in all_views), seconds),
+        **speed(bytes_read, time.monotonic() - started),
         "notes": [*target.notes, *(note for shard in shards for note in shard.pop("notes"))],
         "ok": not any(shard["problems"] for shard in shards),
     }
@@ -128,7 +134,9 @@ def _collect(
     problems = [problem_json(name, found, view) for view in views for found in view.problems]
     states = [view.state for view in views]
     pages = np.concatenate([_identities(view) for view in views] or [np.zeros(0, "V64")])
-    return {
+    now = time.time_ns()
+    ages = [max(now - v.header.created_ns, 0) / 1e9 for v in views if v.header is not None]
+    report: dict[str, Any] = {
         "name": name,
         "lock": reader.holder._asdict(),
         "checkpoint": reader.checkpoint,
@@ -141,22 +149,19 @@ def _collect(
         "purged_pages": sum(int(erased.dead_pages(v.sequence, v.contents).sum()) for v in views),
         "damaged_pages": sum(problem["part"] == "page" for problem in problems),
         "tokens": sum(each.tokens for each in told.values()) if told else None,
-        **_figures(views),
+        "payload_bytes": sum(view.payload_bytes for view in views),
+        "physical_bytes": sum(view.file_bytes for view in views),
         "problems": [*others, *problems],
         "notes": [f"{name}: {text}" for text in _notes(reader, views)],
     }
+    return report | _figures(report, ages)
 
 
-def _figures(views: Sequence[ScannedRegion]) -> dict[str, Any]:
-    """What is told alike of one shard and of all."""
-    payload = sum(view.payload_bytes for view in views)
-    physical = sum(view.file_bytes for view in views)
-    now = time.time_ns()
-    ages = [max(now - v.header.created_ns, 0) / 1e9 for v in views if v.header is not None]
+def _figures(sums: Mapping[str, Any], ages: Sequence[float]) -> dict[str, Any]:
+    """What follows from the sums of a shard, or of all."""
+    physical = sums["physical_bytes"]
     return {
-        "payload_bytes": payload,
-        "physical_bytes": physical,
-        "utilisation": payload / physical if physical else None,
+        "utilisation": sums["payload_bytes"] / physical if physical else None,
         "oldest_region_age_s": max(ages, default=None),
         "newest_region_age_s": min(ages, default=None),
     }
@@ -171,9 +176,8 @@ def _identities(view: ScannedRegion) -> Any:
     return rows.view("V64").reshape(-1)
 
 
-def _counts(views: Sequence[ScannedRegion], field: str) -> list[dict[str, Any]]:
-    """Return pages and payload bytes by namespace or tenant; the largest first."""
-    counted: dict[str, dict[str, Any]] = {}
+def _count(views: Sequence[ScannedRegion], field: str, entries: dict[str, dict[str, Any]]) -> None:
+    """Add pages and payload bytes to the entries of namespaces or tenants."""
     for view in views:
         extents, pages = view.contents
         values, inverse = np.unique(extents[field], return_inverse=True)
@@ -183,10 +187,9 @@ def _counts(views: Sequence[ScannedRegion], field: str) -> list[dict[str, Any]]:
         nbytes = np.bincount(rows, weights=pages["length"], minlength=len(values))
         for value, number_, nbytes_ in zip(values, num_pages, nbytes, strict=True):
             name = value.tobytes().hex()
-            entry = counted.setdefault(name, {field: name, "pages": 0, "payload_bytes": 0})
+            entry = entries.setdefault(name, {field: name, "pages": 0, "payload_bytes": 0})
             entry["pages"] += int(number_)
             entry["payload_bytes"] += int(nbytes_)
-    return sorted(counted.values(), key=lambda entry: -entry["payload_bytes"])
 
 
 class _Told(NamedTuple):
