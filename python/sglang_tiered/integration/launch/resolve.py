@@ -299,40 +299,41 @@ def _resolve_nvme(
     values = values_of(NvmeConfig, explicit)
     place = (cache_directory() / "sglang-tiered" / "kv").absolute()
     directory = Path(values.setdefault("directory", str(place)))
-    parent = _existing_parent(directory)
-    free = shutil.disk_usage(parent).free
-    kind = filesystem_type(parent)
-    if kind in MEMORY_FILESYSTEMS:
-        there = max(0, allocatable_bytes() - host_bytes)
-        free = min(free, there) if kind == "tmpfs" else there  # a ramfs tells no size
-    held = _held_bytes(directory)
+    parent, held = _existing_parent(directory), _held_bytes(directory)
+    disk, kind = shutil.disk_usage(parent), filesystem_type(parent)
+    is_memory, is_shared = kind in MEMORY_FILESYSTEMS, "budget_directory" in values
+    most = disk.free + held
+    if is_memory:
+        there = max(0, allocatable_bytes() - host_bytes) + held
+        most = min(most, there) if kind == "tmpfs" else there  # a ramfs tells no size
     capacity = values.get("capacity_bytes")
-    _share_machine(values)
-    is_shared = "floor_bytes" in values
-    # In a budget others may hold it now, and give it back.
-    free = max(shutil.disk_usage(parent).total - held, 0) if is_shared else free
+    if is_shared:
+        if capacity is None:
+            raise ConfigError(
+                "--tier-machine-budget needs --tier-nvme-bytes: what its servers take together."
+            )
+        values.setdefault("floor_bytes", capacity // DEFAULT_FLOOR_PART)
+        most = max(disk.total, held)  # others may hold it now, and give it back
     if capacity is None:
-        quarter = int((free + held) * DEFAULT_DISK_FRACTION)
-        capacity = min(DEFAULT_DISK_MAX_BYTES, quarter)
+        capacity = min(DEFAULT_DISK_MAX_BYTES, int(most * DEFAULT_DISK_FRACTION))
         if capacity < MIN_REGIONS * MIN_REGION_BYTES * num_ranks:
             raise ConfigError(
-                f"--tier-dir {directory} has only {format_bytes(free)} of free disk space; "
+                f"--tier-dir {directory} has only {format_bytes(most - held)} of free disk space; "
                 "pass another --tier-dir, or --tier-mode host."
             )
         values["capacity_bytes"] = capacity
-    elif kind in MEMORY_FILESYSTEMS and capacity > free + held:
-        raise ConfigError(
-            f"--tier-nvme-bytes {explicit['tier_nvme_bytes']} is more than the "
-            f"{format_bytes(free + held)} of memory that {directory} can take, which is on {kind}; "
-            "lower it or --tier-host-bytes, or pass a --tier-dir on a disk."
-        )
-    elif capacity > free + held:
+    elif capacity > most:
+        given = f"--tier-nvme-bytes {explicit['tier_nvme_bytes']} is more than the"
+        if is_memory:
+            raise ConfigError(
+                f"{given} {format_bytes(most)} of memory that {directory} can take, which is on "
+                f"{kind}; lower it or --tier-host-bytes, or pass a --tier-dir on a disk."
+            )
         notes.append(
-            f"--tier-nvme-bytes {explicit['tier_nvme_bytes']} is more than the "
-            f"{format_bytes(free + held)} that {directory} can take now; the tier stops "
-            "growing when the disk is full."
+            f"{given} {format_bytes(most)} that {directory} can take now; the tier stops growing "
+            "when the disk is full."
         )
-    if kind in MEMORY_FILESYSTEMS:
+    if is_memory:
         values["memory_bytes"] = max(0, capacity - held)
         notes.append(
             f"--tier-dir {directory} is on {kind}, which is memory: the NVMe tier may take "
@@ -341,32 +342,20 @@ def _resolve_nvme(
         )
     # A region must also fit a disk that is smaller than the cap.
     least = values.get("floor_bytes", capacity)
-    room = min(least, free + held) / num_ranks * values.get("tenant_share", 1)
-    per_rank, most = capacity // (1 if is_shared else num_ranks), max_regions()
+    room = int(min(least, most) / num_ranks * values.get("tenant_share", 1))
+    per_rank, files = capacity // (1 if is_shared else num_ranks), max_regions()
     region = values.get("region_bytes")
     if region is None:
-        values["region_bytes"] = default_region_bytes(
-            int(room), capacity_bytes=per_rank, max_regions=most
-        )
-    elif region >= MIN_REGION_BYTES and per_rank // region > most:
+        region = default_region_bytes(room, capacity_bytes=per_rank, max_regions=files)
+        values["region_bytes"] = region
+    elif region >= MIN_REGION_BYTES and per_rank // region > files:
         raise ConfigError(
             f"tier-nvme-region-bytes {explicit['tier_nvme_region_bytes']} makes "
             f"{per_rank // region} files of each rank's {format_bytes(per_rank)}, all of them "
             "open, but the hard limit of open files (ulimit -Hn) leaves room for "
-            f"{max(most, 0)}; raise either, or lower --tier-nvme-bytes."
+            f"{max(files, 0)}; raise either, or lower --tier-nvme-bytes."
         )
     return NvmeConfig(**values)
-
-
-def _share_machine(values: dict[str, Any]) -> None:
-    """Complete what a server says of the machine's budget. Raises ``ConfigError``."""
-    if values.get("budget_directory") is None:
-        return
-    if values.get("capacity_bytes") is None:
-        raise ConfigError(
-            "--tier-machine-budget needs --tier-nvme-bytes: what its servers take together."
-        )
-    values.setdefault("floor_bytes", values["capacity_bytes"] // DEFAULT_FLOOR_PART)
 
 
 def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
