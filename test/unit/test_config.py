@@ -67,12 +67,6 @@ def test_budgets_are_of_each_rank() -> None:
 
 
 BAD_URLS = ("", "bucket", "s3://", "http://127.0.0.1/b", "s4://b")
-BAD_LIMITS = [
-    ("tier_object_bytes", "0"),
-    ("tier_object_ttl", "0s"),
-    ("tier_object_writes_per_day", "-1"),
-    ("tier_object_requests_per_day", "0"),
-]
 IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (lambda: make_config(num_ranks=9), "--tier-nvme-bytes 1GiB is too small.*9 ranks"),
     (lambda: make_config(nvme=DAILY, num_ranks=3), "--tier-nvme-writes-per-day 1.25GiB .*3 ranks"),
@@ -80,10 +74,6 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (lambda: nvme(region_bytes=4 * MiB + 1), "tier-nvme-region-bytes"),
     (lambda: nvme(region_bytes=0), "tier-nvme-region-bytes"),
     (lambda: make_config(mode=TierMode.HOST, nvme=None, object=bucket()), "needs the NVMe tier"),
-    *(
-        (lambda name=name, text=text: values_of(ObjectConfig, {name: text}), "from 1 on|zero|time")
-        for name, text in BAD_LIMITS
-    ),
     *(
         (lambda url=url: values_of(ObjectConfig, {"tier_object_url": url}), "--tier-object-url")
         for url in BAD_URLS

@@ -127,7 +127,7 @@ def _bar(wanted: bool | None) -> Progress:
 
 
 def _collect(
-    reader: ShardReader, views: Sequence[ScannedRegion], told: Mapping[str, _Told]
+    reader: ShardReader, views: Sequence[ScannedRegion], told: Mapping[str, _OfNamespace]
 ) -> dict[str, Any]:
     name, erased = reader.shard.name, reader.erased
     others = [problem_json(name, found, None, file) for file, found in reader.problems()]
@@ -192,7 +192,7 @@ def _count(views: Sequence[ScannedRegion], field: str, entries: dict[str, dict[s
             entry["payload_bytes"] += int(nbytes_)
 
 
-class _Told(NamedTuple):
+class _OfNamespace(NamedTuple):
     """Of all pages of a namespace, and of those that a lookup can hit."""
 
     stored_bytes: int
@@ -200,7 +200,7 @@ class _Told(NamedTuple):
     tokens: int
 
 
-def _told_of(reader: ShardReader, views: Sequence[ScannedRegion]) -> dict[str, _Told]:
+def _told_of(reader: ShardReader, views: Sequence[ScannedRegion]) -> dict[str, _OfNamespace]:
     """Return what the noted sizes of pages tell of namespaces. Left out is one where the lengths of
     pages do not tell."""
     found = {}
@@ -221,7 +221,7 @@ def _told_of(reader: ShardReader, views: Sequence[ScannedRegion]) -> dict[str, _
         else:
             if page_bytes:
                 tokens = len(np.unique(np.concatenate(keys))) * noted.num_tokens
-                told = _Told(stored_bytes, page_bytes, tokens // noted.num_pools)
+                told = _OfNamespace(stored_bytes, page_bytes, tokens // noted.num_pools)
                 found[namespace.hex()] = told
     return found
 

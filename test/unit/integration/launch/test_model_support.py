@@ -32,12 +32,8 @@ def refusals(change: dict[str, Any], *, checkpoint_tokens: int | None = None) ->
     given = SimpleNamespace(**{name: change.get(name, value) for name, value in SERVED.items()})
     model = SimpleNamespace(**{name: change.get(name, value) for name, value in MODEL.items()})
     model.hf_config = SimpleNamespace(architectures=["LlamaForCausalLM"])
-    nvme = NvmeConfig(
-        directory="/kv",
-        capacity_bytes=64 * MiB,
-        region_bytes=4 * MiB,
-        checkpoint_tokens=checkpoint_tokens,
-    )
+    sizes = {"capacity_bytes": 64 * MiB, "region_bytes": 4 * MiB}
+    nvme = NvmeConfig(directory="/kv", checkpoint_tokens=checkpoint_tokens, **sizes)
     return [*start.refusals(given, TieredConfig(mode=TierMode.NVME, nvme=nvme), model)]
 
 

@@ -67,7 +67,6 @@ def test_extract_writes_the_bytes_of_the_page(extract: Extract, shard: Path, out
 @pytest.mark.parametrize(
     "make",
     [lambda output: output.write_bytes(b"precious"), lambda output: output.symlink_to("nowhere")],
-    ids=["file", "link"],
 )
 def test_extract_overwrites_nothing(
     extract: Extract, output: Path, make: Callable[[Path], object]
