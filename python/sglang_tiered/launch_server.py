@@ -45,7 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ExitStack() as held:
             start.claim_directory(resolved.config, held)
             resolved.config.to_environment()
-            return _serve(resolved)
+            from sglang.srt.server_args import prepare_server_args
+            from sglang.srt.utils import kill_process_tree
+
+            held.callback(kill_process_tree, os.getpid(), include_parent=False)
+            _run(prepare_server_args(resolved.sglang_arguments), resolved.config)
+        return 0
     except KeyboardInterrupt:
         return 130  # as a shell says it; SGLang has stopped by then
     except SchedulerRefused:
@@ -107,18 +112,6 @@ def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[st
     except Exception as error:  # the file, its YAML or its flags
         text = textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
         raise ConfigError(f"--config cannot be used: {text}.") from error
-
-
-def _serve(resolved: Resolved) -> int:
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
-    server_args = prepare_server_args(resolved.sglang_arguments)
-    try:
-        _run(server_args, resolved.config)
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
-    return 0
 
 
 def _run(server_args: Any, config: TieredConfig) -> None:
