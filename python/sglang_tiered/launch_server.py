@@ -98,17 +98,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
     """The arguments with those of the YAML file that ``--config`` names before them."""
-    arguments = [
-        part
-        for argument in arguments  # SGLang would ignore the joined form
-        for part in (argument.split("=", 1) if argument.startswith("--config=") else [argument])
-    ]
-    if "--config" not in arguments:
+    files = Parser(add_help=False)  # SGLang would ignore --config=FILE, and --conf FILE
+    files.add_argument("--config", action="append", default=[])
+    given, rest = files.parse_known_args(arguments)
+    if not given.config:
         return arguments
+    named = [word for file in given.config for word in ("--config", file)]
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
     try:
-        return list(ConfigArgumentMerger(parser).merge_config_with_args(arguments))
+        return list(ConfigArgumentMerger(parser).merge_config_with_args([*named, *rest]))
     except Exception as error:  # the file, its YAML or its flags
         text = textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
         raise ConfigError(f"--config cannot be used: {text}.") from error

@@ -57,7 +57,7 @@ def fingerprint(root: Path) -> dict[str, str]:
         ("--config {file}", "tier-trust-mm-hashes: on\ntp: two", "invalid int value: 'two'"),
         ("--config {file}", "tier-mode: off\ntier-dir: d", "--tier-dir d has no meaning with"),
         ("--config={file}", "tier-dir:", "--tier-dir has no value; write one"),
-        ("--config {file}", "tier-dir: [null]", "--tier-dir has no value"),
+        ("--conf {file}", "tier-dir: [null]", "--tier-dir has no value"),
     ],
 )
 def test_an_unusable_command_line_is_one_sentence(
