@@ -7,13 +7,14 @@ in other containers are not in it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.errors import StoreError, StoreFormatError
-from sglang_tiered.storage.filesystem import read_small_file
+from sglang_tiered.storage.filesystem import regular
 from sglang_tiered.storage.region.directory import DirectoryState, inspect, manifest_version
 from sglang_tiered.storage.region.files import (
     CHECKPOINT_NAME,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Holder", "StoreTarget", "find_holder", "resolve"]
 
 _LOCKS = Path("/proc/locks")
+_MOUNTS = Path("/proc/self/mountinfo")
 
 _WAY_OUT = "pass the --tier-dir of a server, or one of its shard-* directories"
 
@@ -103,11 +105,13 @@ def _is_shard(path: Path, names: Sequence[str]) -> bool:
 
 
 def find_holder(directory: Path) -> Holder:
-    """Return who holds ``directory/LOCK``. By the number of its inode only: how the kernel lists
-    the device depends on the file system."""
+    """Return who holds ``directory/LOCK``."""
     file = directory / LOCK_NAME
     try:
-        inode, text = file.lstat().st_ino, read_small_file(file, most=32).strip()
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(regular(fd, file.name), "rb") as lock:
+            inode, devices = os.fstat(fd).st_ino, _devices(fd)
+            text = lock.read(32).strip()
     except FileNotFoundError:
         return Holder(False, None)
     except OSError:
@@ -120,7 +124,24 @@ def find_holder(directory: Path) -> Holder:
     for line in lines:
         # "1: FLOCK  ADVISORY  WRITE 7585 fe:00:2179841 0 EOF", "->" in it for who waits
         fields = line.split()
-        if len(fields) > 5 and fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"):
+        if len(fields) < 6 or fields[1] != "FLOCK":
+            continue
+        major, minor, number = fields[5].split(":")
+        # Fresh disks give their first files the same numbers.
+        if int(number) == inode and f"{int(major, 16)}:{int(minor, 16)}" in devices:
             pid = int(fields[4])
             return Holder(True, pid if pid > 0 else last)
     return Holder(False, last)
+
+
+def _devices(fd: int) -> set[str]:
+    """Return the numbers that the kernel may list a file's device by: that of the file, and that of
+    its mount, which is another one on filesystems with volumes."""
+    device = os.fstat(fd).st_dev
+    found = {f"{os.major(device)}:{os.minor(device)}"}
+    with contextlib.suppress(OSError):
+        information = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+        mounts = [line.split()[1] for line in information if line.startswith("mnt_id:")]
+        rows = map(str.split, _MOUNTS.read_text(errors="replace").splitlines())
+        found.update(row[2] for row in rows if row[0] in mounts)
+    return found
