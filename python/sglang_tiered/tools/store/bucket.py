@@ -162,7 +162,7 @@ def _count(
     """Return what a namespace holds, and what is wrong with it. With a pool every page is read, as
     many at once as it has threads."""
     found: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
-    modified, tenants, lengths = array.array("d"), set[bytes](), array.array("Q")
+    tenants, lengths, modified = set[bytes](), array.array("Q"), list[float]()  # first and last
     problems = []
     for chunk in requests.listing(layout.pages):
         named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
@@ -170,12 +170,13 @@ def _count(
         found["pages"] += len(named)
         for each, name in named:
             lengths.append(name.length)
-            modified.append(each.modified)
             tenants.add(name.tenant)
             found["page_bytes"] += name.length
             found["stored_bytes"] += each.size
             of_page = layout.namespace, name.tenant, name.key, name.stamp
             found["erased_pages"] += erased.kills(*of_page)
+        modified += [each.modified for each, _ in named]
+        modified = [min(modified), max(modified)] if modified else []
         if not pool:
             continue
         checked = pool.map(lambda page: _verify_page(requests, *page), named)

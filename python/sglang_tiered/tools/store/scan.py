@@ -44,15 +44,17 @@ class ScannedRegion(RegionScan):
     meanwhile."""
 
     def __init__(self, device: Files, name: str) -> None:
-        super().__init__(device, -1, 0, advance=self._count)
+        self._reads: list[int] = []
+        super().__init__(device, -1, 0, advance=self._reads.append)
         sequence = parse_region_name(name)
         assert sequence is not None, f"{name!r} does not name a region"
-        self.name, self.sequence, self.gone, self.bytes_read = name, sequence, False, 0
+        self.name, self.sequence, self.gone = name, sequence, False
         self.header: RegionHeader | None = None
         self.contents = Contents.of([])
 
-    def _count(self, nbytes: int) -> None:
-        self.bytes_read += nbytes
+    @property
+    def bytes_read(self) -> int:
+        return sum(self._reads)
 
     def scan(
         self, durable_tails: Mapping[tuple[int, bytes], int], *, full: bool, may_be_new: bool

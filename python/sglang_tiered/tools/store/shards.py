@@ -4,6 +4,7 @@ reads no sealed payload; the second reads everything, and checks it against its 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping, Sequence
 
+    from sglang_tiered.storage.region.notes import PageSize
     from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader
     from sglang_tiered.tools.store.target import StoreTarget
 
@@ -83,15 +85,15 @@ def run(arguments: argparse.Namespace) -> int:
     with _bar(arguments.progress if is_full else False) as bar:
         task = bar.add_task("verifying", total=sum(reader.region_bytes() for reader in readers))
         for reader in readers:
-            views = []  # of one shard at a time: they hold every page's key
+            held = _Held(reader)
             for view in reader.views(full=is_full, jobs=arguments.jobs):
                 bar.advance(task, view.file_bytes)
                 bytes_read += view.bytes_read
-                views.append(view)
-            told.append(_told_of(reader, views))
-            shards.append(_collect(reader, views, told[-1]))
-            for field, entries in counted.items():
-                _count(views, field, entries)
+                held.add(view)
+                for field, entries in counted.items():
+                    _count(view, field, entries)
+            told.append(held.told())
+            shards.append(held.report(told[-1]))
     total = {key: sum(shard[key] for shard in shards) for key in _SUMMED}
     ages = [shard[f"{end}_region_age_s"] for shard in shards for end in ("oldest", "newest")]
     total |= _figures(total, [age for age in ages if age is not None])
@@ -126,35 +128,73 @@ def _bar(wanted: bool | None) -> Progress:
     return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
-def _collect(
-    reader: ShardReader, views: Sequence[ScannedRegion], told: Mapping[str, _OfNamespace]
-) -> dict[str, Any]:
-    name, erased = reader.shard.name, reader.erased
-    others = [problem_json(name, found, None, file) for file, found in reader.problems()]
-    problems = [problem_json(name, found, view) for view in views for found in view.problems]
-    states = [view.state for view in views]
-    pages = np.concatenate([_identities(view) for view in views] or [np.zeros(0, "V64")])
-    now = time.time_ns()
-    ages = [max(now - v.header.created_ns, 0) / 1e9 for v in views if v.header is not None]
-    report: dict[str, Any] = {
-        "name": name,
-        "lock": reader.holder._asdict(),
-        "checkpoint": reader.checkpoint,
-        "regions": len(views),
-        **{f"{state}_regions": states.count(state) for state in _STATES},
-        "regions_gone_meanwhile": reader.num_gone,
-        "extents": sum(len(view.contents.extents) for view in views),
-        "pages": len(pages),
-        "superseded_pages": len(pages) - len(np.unique(pages)),
-        "purged_pages": sum(int(erased.dead_pages(v.sequence, v.contents).sum()) for v in views),
-        "damaged_pages": sum(problem["part"] == "page" for problem in problems),
-        "tokens": sum(each.tokens for each in told.values()) if told else None,
-        "payload_bytes": sum(view.payload_bytes for view in views),
-        "physical_bytes": sum(view.file_bytes for view in views),
-        "problems": [*others, *problems],
-        "notes": [f"{name}: {text}" for text in _notes(reader, views)],
-    }
-    return report | _figures(report, ages)
+class _Held:
+    """Adds up what the regions of a shard hold. Of a page it keeps 8 bytes, or 16 where the size of
+    pages was noted: their records take 44, and a shard may have a hundred million."""
+
+    def __init__(self, reader: ShardReader) -> None:
+        self._reader = reader
+        self._sums: Counter[str] = Counter()
+        self._pages = [np.zeros(0, np.uint64)]
+        self._ages: list[float] = []
+        self._versions: Counter[int] = Counter()
+        self._problems: list[dict[str, Any]] = []
+        self._notes: list[str] = []
+        sizes = read_page_sizes(read_note(reader.shard, PAGE_SIZES_NAME))
+        self._told = {namespace: _ToldOf(noted) for namespace, noted in sizes.items()}
+
+    def add(self, view: ScannedRegion) -> None:
+        contents = view.contents
+        alive = ~self._reader.erased.dead_pages(view.sequence, contents)
+        name = self._reader.shard.name
+        self._problems += [problem_json(name, found, view) for found in view.problems]
+        self._notes += _notes_of(view, self._reader.holder)
+        if view.version is not None:
+            self._versions[view.version] += 1
+        if view.header is not None:
+            self._ages.append(max(time.time_ns() - view.header.created_ns, 0) / 1e9)
+        namespaces = np.repeat(_words(contents.extents["namespace"]), contents.extents["num_pages"])
+        keys = _words(contents.pages["key"])
+        self._pages.append(namespaces ^ keys)
+        self._sums.update(
+            {
+                "regions": 1,
+                f"{view.state}_regions": 1,
+                "extents": len(contents.extents),
+                "pages": len(contents.pages),
+                "purged_pages": int((~alive).sum()),
+                "damaged_pages": sum(found.part == "page" for found in view.problems),
+                "payload_bytes": view.payload_bytes,
+                "physical_bytes": view.file_bytes,
+            }
+        )
+        for namespace, told in self._told.items():
+            ours = np.repeat(contents.of_namespace(namespace), contents.extents["num_pages"])
+            told.add(contents.pages["length"][ours], keys[ours], alive[ours])
+
+    def told(self) -> dict[str, _OfNamespace]:
+        """Return what the noted sizes of pages tell of namespaces. Left out is one where the
+        lengths of pages do not tell."""
+        found = {namespace.hex(): told.result() for namespace, told in self._told.items()}
+        return {namespace: result for namespace, result in found.items() if result is not None}
+
+    def report(self, told: Mapping[str, _OfNamespace]) -> dict[str, Any]:
+        reader, num_pages = self._reader, self._sums["pages"]
+        name = reader.shard.name
+        others = [problem_json(name, found, None, file) for file, found in reader.problems()]
+        notes = [*_notes(reader, self._versions), *self._notes]
+        report: dict[str, Any] = {
+            "name": name,
+            "lock": reader.holder._asdict(),
+            "checkpoint": reader.checkpoint,
+            **{key: self._sums[key] for key in _SUMMED},
+            "regions_gone_meanwhile": reader.num_gone,
+            "superseded_pages": num_pages - _num_different(self._pages),
+            "tokens": sum(each.tokens for each in told.values()) if told else None,
+            "problems": [*others, *self._problems],
+            "notes": [f"{name}: {text}" for text in notes],
+        }
+        return report | _figures(report, self._ages)
 
 
 def _figures(sums: Mapping[str, Any], ages: Sequence[float]) -> dict[str, Any]:
@@ -167,29 +207,31 @@ def _figures(sums: Mapping[str, Any], ages: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _identities(view: ScannedRegion) -> Any:
-    """Return namespace and key of every page as one value each."""
-    extents, pages = view.contents
-    rows = np.zeros(len(pages), [("namespace", "V32"), ("key", "V32")])
-    rows["namespace"] = np.repeat(extents["namespace"], extents["num_pages"])
-    rows["key"] = pages["key"]
-    return rows.view("V64").reshape(-1)
+def _words(digests: Any) -> Any:
+    """Return the first 8 bytes of digests: two of a hundred million are the same by a chance of 1
+    in 3,700."""
+    return np.ascontiguousarray(digests).view(np.uint64).reshape(len(digests), 4)[:, 0].copy()
 
 
-def _count(views: Sequence[ScannedRegion], field: str, entries: dict[str, dict[str, Any]]) -> None:
+def _num_different(parts: Sequence[Any]) -> int:
+    values = np.concatenate(parts)
+    values.sort()  # in place: a set of them, as NumPy makes one, takes several times as much
+    return int((values[1:] != values[:-1]).sum()) + (len(values) > 0)
+
+
+def _count(view: ScannedRegion, field: str, entries: dict[str, dict[str, Any]]) -> None:
     """Add pages and payload bytes to the entries of namespaces or tenants."""
-    for view in views:
-        extents, pages = view.contents
-        values, inverse = np.unique(extents[field], return_inverse=True)
-        rows = np.repeat(inverse, extents["num_pages"])
-        num_pages = np.bincount(rows, minlength=len(values))
-        # Exact below 2**53 bytes in one region.
-        nbytes = np.bincount(rows, weights=pages["length"], minlength=len(values))
-        for value, number_, nbytes_ in zip(values, num_pages, nbytes, strict=True):
-            name = value.tobytes().hex()
-            entry = entries.setdefault(name, {field: name, "pages": 0, "payload_bytes": 0})
-            entry["pages"] += int(number_)
-            entry["payload_bytes"] += int(nbytes_)
+    extents, pages = view.contents
+    values, inverse = np.unique(extents[field], return_inverse=True)
+    rows = np.repeat(inverse, extents["num_pages"])
+    num_pages = np.bincount(rows, minlength=len(values))
+    # Exact below 2**53 bytes in one region.
+    nbytes = np.bincount(rows, weights=pages["length"], minlength=len(values))
+    for value, number_, nbytes_ in zip(values, num_pages, nbytes, strict=True):
+        name = value.tobytes().hex()
+        entry = entries.setdefault(name, {field: name, "pages": 0, "payload_bytes": 0})
+        entry["pages"] += int(number_)
+        entry["payload_bytes"] += int(nbytes_)
 
 
 class _OfNamespace(NamedTuple):
@@ -200,30 +242,28 @@ class _OfNamespace(NamedTuple):
     tokens: int
 
 
-def _told_of(reader: ShardReader, views: Sequence[ScannedRegion]) -> dict[str, _OfNamespace]:
-    """Return what the noted sizes of pages tell of namespaces. Left out is one where the lengths of
-    pages do not tell."""
-    found = {}
-    sizes = read_page_sizes(read_note(reader.shard, PAGE_SIZES_NAME))
-    for namespace, noted in sizes.items():
-        stored_bytes, page_bytes, keys = 0, 0, [np.zeros(0, "V32")]
-        for view in views:
-            contents = view.contents
-            ours = np.repeat(contents.of_namespace(namespace), contents.extents["num_pages"])
-            alive = ~reader.erased.dead_pages(view.sequence, contents)[ours]
-            pages = contents.pages[ours]
-            in_memory = noted.in_memory(pages["length"])
-            if (in_memory < 0).any():
-                break
-            stored_bytes += int(pages["length"].sum(dtype=np.int64))
-            page_bytes += int(in_memory.sum())
-            keys.append(pages["key"][alive & (in_memory == noted.nbytes)])
-        else:
-            if page_bytes:
-                tokens = len(np.unique(np.concatenate(keys))) * noted.num_tokens
-                told = _OfNamespace(stored_bytes, page_bytes, tokens // noted.num_pools)
-                found[namespace.hex()] = told
-    return found
+class _ToldOf:
+    """Adds up what the noted size of its pages tells of a namespace."""
+
+    def __init__(self, noted: PageSize) -> None:
+        self._noted, self._is_told = noted, True
+        self._stored_bytes = self._page_bytes = 0
+        self._keys = [np.zeros(0, np.uint64)]
+
+    def add(self, lengths: Any, keys: Any, alive: Any) -> None:
+        in_memory = self._noted.in_memory(lengths)
+        if (in_memory < 0).any():
+            self._is_told, self._keys = False, []
+        if self._is_told:
+            self._stored_bytes += int(lengths.sum(dtype=np.int64))
+            self._page_bytes += int(in_memory.sum())
+            self._keys.append(keys[alive & (in_memory == self._noted.nbytes)])
+
+    def result(self) -> _OfNamespace | None:
+        if not self._is_told or not self._page_bytes:
+            return None
+        tokens = _num_different(self._keys) * self._noted.num_tokens
+        return _OfNamespace(self._stored_bytes, self._page_bytes, tokens // self._noted.num_pools)
 
 
 def _sum_tokens(shards: Sequence[dict[str, Any]], tokens: Sequence[int | None]) -> int | None:
@@ -237,27 +277,11 @@ def _sum_tokens(shards: Sequence[dict[str, Any]], tokens: Sequence[int | None]) 
     return sum(by_replica.values()) if by_replica else None
 
 
-def _notes(reader: ShardReader, views: Sequence[ScannedRegion]) -> Iterator[str]:
-    """What is neither damage nor in a table."""
-    versions = {view.version for view in views if view.version is not None}
-    for version in sorted(versions):
+def _notes(reader: ShardReader, versions: Mapping[int, int]) -> Iterator[str]:
+    """What is neither damage nor in a table. ``versions``: how many regions are of others."""
+    for version, num_regions in sorted(versions.items()):
         fate = "a newer version wrote them" if version > FORMAT_VERSION else "they are not read"
-        number = sum(view.version == version for view in views)
-        yield f"{number} regions are of format {version}, not {FORMAT_VERSION}: {fate}"
-    for view in views:
-        if view.state != "open":
-            continue
-        if reader.holder.may_write:
-            written = format_bytes(view.tail)
-            yield f"{view.name} is open: the server writes to it, {written} so far"
-            continue
-        text = f"{view.name} was left open, as a crash leaves it; the next server start seals it"
-        if view.torn_bytes:
-            text += (
-                f" and drops what lies behind offset {view.tail}, which was being written "
-                "and does not verify"
-            )
-        yield text
+        yield f"{num_regions} regions are of format {version}, not {FORMAT_VERSION}: {fate}"
     pins = reader.pins
     if pins.pins:
         yield f"{len(pins.pins)} pins name {len({k for p in pins.pins for k in p.keys}):,} pages"
@@ -265,6 +289,22 @@ def _notes(reader: ShardReader, views: Sequence[ScannedRegion]) -> Iterator[str]
         yield f"{len(pins.newer)} pins are of a newer version"
     if reader.num_gone:
         yield f"{reader.num_gone} regions were reclaimed while this ran"
+
+
+def _notes_of(view: ScannedRegion, holder: Holder) -> Iterator[str]:
+    """The same of one region."""
+    if view.state != "open":
+        return
+    if holder.may_write:
+        yield f"{view.name} is open: the server writes to it, {format_bytes(view.tail)} so far"
+        return
+    text = f"{view.name} was left open, as a crash leaves it; the next server start seals it"
+    if view.torn_bytes:
+        text += (
+            f" and drops what lies behind offset {view.tail}, which was being written "
+            "and does not verify"
+        )
+    yield text
 
 
 def _show(target: StoreTarget, report: dict[str, Any], *, is_full: bool) -> None:
