@@ -89,7 +89,7 @@ def _headers(archive: Path, place: Path) -> dict[str, str]:
     try:
         has = subprocess.run(probe, input=PROBE, capture_output=True, text=True, check=False)
     except OSError:
-        return {}  # no compiler: there is no NVMe tier, which the server says
+        return {}  # no compiler: the server says that it needs one
     if has.returncode == 0 or not archive.exists():
         return {}
     include, library = place / "include", place / "lib"

@@ -7,7 +7,6 @@ works where nothing is installed.
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 import platform
 import re
@@ -189,12 +188,7 @@ def _answer(name: str) -> int:
         print_lines(version_lines())
         return 0
     if name not in ("-h", "--help"):
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
-        raise ConfigError(
-            f"{name} is no command; "
-            + (f"the nearest is {near[0]}, and " if near else "")
-            + f"{PROGRAM} --help lists what there is."
-        )
+        raise ConfigError(f"{name} is no command; {PROGRAM} --help lists what there is.")
     rows = {f"{PROGRAM} {one}": command.purpose for one, command in COMMANDS.items()}
     rows |= {f"{PROGRAM} {option}": purpose for option, purpose in OPTIONS.items()}
     width = max(map(len, rows))

@@ -29,7 +29,6 @@ from sglang_tiered.flags import (
     count,
     format_bytes,
     parse_duration,
-    require_positive,
     size,
     text,
 )
@@ -231,8 +230,6 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0  # what it may still take of memory: its directory is on a tmpfs
 
     def __post_init__(self) -> None:
-        require_positive("--tier-nvme-bytes", self.capacity_bytes)
-        require_positive("tier-nvme-region-bytes", self.region_bytes)
         if self.floor_bytes is not None and self.budget_directory is None:
             raise ConfigError(
                 "--tier-nvme-floor needs --tier-machine-budget; pass it, or drop this."
@@ -242,10 +239,6 @@ class NvmeConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--tier-nvme-floor {format_bytes(self.floor_bytes or 0)} must be at most "
                 f"--tier-nvme-bytes {format_bytes(self.capacity_bytes)}; lower it."
             )
-        if self.writes_per_day is not None:
-            require_positive("--tier-nvme-writes-per-day", self.writes_per_day)
-        if self.checkpoint_tokens is not None:
-            require_positive("--tier-checkpoint-tokens", self.checkpoint_tokens)
         if self.region_bytes % 4096 or self.region_bytes < MIN_REGION_BYTES:
             raise ConfigError(
                 f"tier-nvme-region-bytes {self.region_bytes} must be a multiple of 4096 and at "
@@ -351,10 +344,9 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_orphans: int = 8192
 
     def __post_init__(self) -> None:
-        require_positive("transfer-window-bytes", self.window_bytes)
-        if not 1 <= self.num_connections <= MAX_TRANSFER_CONNECTIONS:
+        if self.num_connections > MAX_TRANSFER_CONNECTIONS:
             raise ConfigError(
-                f"--transfer-connections {self.num_connections} must be from 1 to "
+                f"--transfer-connections {self.num_connections} must be at most "
                 f"{MAX_TRANSFER_CONNECTIONS}."
             )
 
@@ -398,8 +390,6 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
             raise ConfigError(f"num_ranks is {self.num_ranks}, but a server has at least one rank.")
-        if self.host_bytes is not None:
-            require_positive("--tier-host-bytes", self.host_bytes)
         if (self.mode is TierMode.NVME) != (self.nvme is not None):
             raise ConfigError(f"mode {self.mode.value} and nvme settings contradict each other.")
         if self.object is not None and self.nvme is None:

@@ -1,8 +1,8 @@
 """Command line flags, each declared once: ``Annotated[type, Flag(...)]`` on the field that it sets.
 
 The declarations of a configuration give argparse its arguments, the configuration its values, a
-refusal its sentence and ``docs/flags.md`` its rows. A name without dashes is a setting: it can
-stand in the YAML file that ``--config`` names, and nowhere else.
+refusal its sentence and ``docs/flags.md`` its rows. A name without dashes is a setting: it is for
+the YAML file that ``--config`` names, and ``--help`` does not list it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -40,7 +41,6 @@ __all__ = [
     "parse_duration",
     "parse_share",
     "refuse_given",
-    "require_positive",
     "size",
     "text",
     "values_of",
@@ -60,17 +60,17 @@ _BYTES = {
     "gib": GiB,
     "tib": TiB,
 }
+_YAML_WORDS = {"true": "on", "false": "off"}
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a flag takes. ``parse`` gets the flag's name and its text, and raises ``ConfigError``.
-    ``words`` are all that it takes, where they can be listed."""
+    """What a flag takes. ``parse`` gets the flag's name and its text, and raises
+    ``ConfigError``."""
 
     metavar: str
     parse: Callable[[str, str], Any]
-    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Flag:
 
     @property
     def is_setting(self) -> bool:
-        """Whether it can stand in the file of ``--config`` only."""
+        """Whether it is for the file of ``--config``."""
         return not self.name.startswith("--")
 
     @property
@@ -106,11 +106,11 @@ def text(metavar: str) -> Kind:
 
 
 def count(metavar: str) -> Kind:
-    """A whole number. Its range is for the configuration to judge."""
+    """A whole number from 1 on. The most is for the configuration to judge."""
 
     def parse(flag: str, given: str) -> int:
-        if not re.fullmatch(r"[+-]?[0-9]{1,18}", given):
-            raise ConfigError(f"{flag} {given} is not a whole number.")
+        if not re.fullmatch(r"[0-9]{1,18}", given) or int(given) == 0:
+            raise ConfigError(f"{flag} {given} is not a whole number from 1 on.")
         return int(given)
 
     return Kind(metavar, parse)
@@ -118,14 +118,16 @@ def count(metavar: str) -> Kind:
 
 def choice(values: Mapping[str, Any]) -> Kind:
     """One of these words, with the value that each stands for."""
+    # In YAML on and off are true and false.
+    known = {**values, **{yaml: values[w] for yaml, w in _YAML_WORDS.items() if w in values}}
 
     def parse(flag: str, given: str) -> Any:
-        if given not in values:
+        if given not in known:
             words = ", ".join(values)
             raise ConfigError(f"{flag} {given} is unknown; choose one of {words}.")
-        return values[given]
+        return known[given]
 
-    return Kind("{" + ",".join(values) + "}", parse, tuple(values))
+    return Kind("{" + ",".join(values) + "}", parse)
 
 
 def size(otherwise: str) -> Kind:
@@ -144,9 +146,7 @@ def parse_bytes(flag: str, text: str, *, otherwise: str) -> int:
             f"{flag} {text!r} is not a size; write a number with KiB, MiB, GiB, TiB (powers of "
             "1024), KB, MB, GB, TB (powers of 1000), or plain bytes."
         )
-    value = int(float(match[1]) * _BYTES[match[2].lower()]) if "." in match[1] else int(match[1])
-    if "." not in match[1]:
-        value *= _BYTES[match[2].lower()]
+    value = int(Decimal(match[1]) * _BYTES[match[2].lower()])
     if value <= 0:
         raise ConfigError(f"{flag} {text} must be greater than zero; {otherwise}.")
     return value
@@ -213,11 +213,14 @@ def flags_of(*configs: type) -> list[Flag]:
 def values_of(config: type, explicit: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a configuration that were given, parsed. ``explicit`` is what argparse found,
     without defaults. Raises ``ConfigError``."""
-    return {
-        field: flag.kind.parse(flag.name, given)
-        for field, flag in _flags_by_field(config).items()
-        if (given := explicit.get(flag.dest)) is not None
-    }
+    values = {}
+    for field, flag in _flags_by_field(config).items():
+        given = explicit.get(flag.dest)
+        if given == "None":  # SGLang's word for a key of a YAML file that has no value
+            raise ConfigError(f"{flag.name} has no value; write one, or drop it.")
+        if given is not None:
+            values[field] = flag.kind.parse(flag.name, given)
+    return values
 
 
 def add_arguments(group: argparse._ArgumentGroup, *configs: type) -> None:
@@ -240,9 +243,3 @@ def refuse_given(explicit: Mapping[str, Any], flags: Iterable[Flag], why: str) -
         if given is not None:
             shown = flag.kind.metavar if flag.is_secret else given
             raise ConfigError(f"{flag.name} {shown} {why}.")
-
-
-def require_positive(flag: str, value: int) -> None:
-    """Refuse a number below 1."""
-    if value <= 0:
-        raise ConfigError(f"{flag} {value} must be greater than zero.")

@@ -8,7 +8,6 @@ or a tier is touched.
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import gc
 import json
@@ -23,8 +22,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.launch import start
+from sglang_tiered.tools.terminal import Parser
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Mapping, Sequence
 
     from sglang_tiered.config import TieredConfig
@@ -44,7 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with ExitStack() as held:
             start.claim_directory(resolved.config, held)
             resolved.config.to_environment()
-            return _serve(resolved)
+            from sglang.srt.server_args import prepare_server_args
+            from sglang.srt.utils import kill_process_tree
+
+            held.callback(kill_process_tree, os.getpid(), include_parent=False)
+            _run(prepare_server_args(resolved.sglang_arguments), resolved.config)
+        return 0
     except KeyboardInterrupt:
         return 130  # as a shell says it; SGLang has stopped by then
     except SchedulerRefused:
@@ -68,12 +74,10 @@ def _collecting_nothing() -> Iterator[None]:
 
 def _resolve(arguments: list[str]) -> Resolved:
     parser = make_parser()
-    from sglang_tiered.integration.launch import flags, ports
+    from sglang_tiered.integration.launch import ports
     from sglang_tiered.integration.launch.resolve import explicit_arguments
 
-    flags.refuse_settings(arguments)
     arguments = _with_configuration_file(parser, arguments)
-    arguments = flags.join_tier_values(arguments)
     explicit = explicit_arguments(parser, arguments)
     ports.check_ports(explicit)
     return start.resolve(explicit, arguments)
@@ -84,53 +88,29 @@ def make_parser() -> argparse.ArgumentParser:
     start.prepare()
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_tiered.integration.launch import flags
+    from sglang_tiered.integration.launch.resolve import add_tier_arguments
 
-    parser = _ServeParser(prog="sglang-tiered serve")
+    parser = Parser(prog="sglang-tiered serve")
     ServerArgs.add_cli_args(parser)
-    flags.add_tier_arguments(parser)
+    add_tier_arguments(parser)
     return parser
 
 
 def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
     """The arguments with those of the YAML file that ``--config`` names before them."""
-    arguments = [
-        part
-        for argument in arguments  # SGLang would ignore the joined form
-        for part in (argument.split("=", 1) if argument.startswith("--config=") else [argument])
-    ]
-    if "--config" not in arguments:
+    files = Parser(add_help=False)  # SGLang would ignore --config=FILE, and --conf FILE
+    files.add_argument("--config", action="append", default=[])
+    given, rest = files.parse_known_args(arguments)
+    if not given.config:
         return arguments
-    from sglang_tiered.integration.launch import flags
-
-    flags.refuse_empty_settings(arguments)
+    named = [word for file in given.config for word in ("--config", file)]
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
     try:
-        merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(arguments)
+        return list(ConfigArgumentMerger(parser).merge_config_with_args([*named, *rest]))
     except Exception as error:  # the file, its YAML or its flags
         text = textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
         raise ConfigError(f"--config cannot be used: {text}.") from error
-    return flags.as_words(merged)
-
-
-class _ServeParser(argparse.ArgumentParser):
-    """Answers a command line it cannot take with one sentence, not with 500 flags of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help lists every flag.")
-
-
-def _serve(resolved: Resolved) -> int:
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
-    server_args = prepare_server_args(resolved.sglang_arguments)
-    try:
-        _run(server_args, resolved.config)
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
-    return 0
 
 
 def _run(server_args: Any, config: TieredConfig) -> None:
@@ -232,12 +212,10 @@ def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, 
             "temperature": 0,
         }
     )
-    url, kind = f"{address}/v1/chat/completions", "-H 'Content-Type: application/json'"
-    url = f"'{url}'" if "[" in url else url  # which the shell, and curl, take for a pattern
-    # A certificate is for a name, and an error would say nothing with -s alone.
-    curl = ("curl -sS" if address.startswith("https") else "curl -s") + " -g" * ("[" in url)
-    lines += ["try:", f"  {curl} {url} {kind} -d {shlex.quote(body)}", ""]
-    return "\n".join(lines)
+    # Of what brackets a URL has, curl and the shell make a pattern.
+    url, kind = shlex.quote(f"{address}/v1/chat/completions"), "-H 'Content-Type: application/json'"
+    curl = f"curl -sS{'g' * ('[' in url)} {url} {kind} -d {shlex.quote(body)}"
+    return "\n".join([*lines, "try:", f"  {curl}", ""])
 
 
 def end_process(code: int) -> NoReturn:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-__all__ = ["ask_loopback_directly", "is_loopback_url", "opener_for"]
+__all__ = ["ask_loopback_directly", "is_loopback", "is_loopback_url", "opener_for"]
 
 _NAMES = ("localhost", "127.0.0.1", "::1")  # not [::1], with which httpx makes no client
 
@@ -34,12 +34,16 @@ def ask_loopback_directly(environment: MutableMapping[str, str] = os.environ) ->
             environment[variable] = ",".join([*names, *missing])
 
 
-def is_loopback_url(url: str) -> bool:
-    """Whether a URL is of this machine. Raises ``ValueError`` for what is none."""
-    host = urlsplit(url).hostname or ""
+def is_loopback(host: str) -> bool:
+    """Whether only this machine is there, by what the name or the address says."""
     with suppress(ValueError):  # a name
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def is_loopback_url(url: str) -> bool:
+    """The same of a URL. Raises ``ValueError`` for what is none."""
+    return is_loopback(urlsplit(url).hostname or "")
 
 
 def opener_for(url: str) -> urllib.request.OpenerDirector:

@@ -17,7 +17,6 @@ from sglang_tiered.flags import (
     MiB,
     TiB,
     count,
-    require_positive,
     size,
     text,
 )
@@ -194,15 +193,6 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--tier-object-url {self.shown_url} carries credentials or options; leave them "
                 "out, they come from the environment (AWS_ACCESS_KEY_ID and the like)."
             )
-        for flag, value in (
-            ("--tier-object-bytes", self.capacity_bytes),
-            ("--tier-object-writes-per-day", self.writes_per_day),
-            ("--tier-object-requests-per-day", self.requests_per_day),
-        ):
-            if value is not None:
-                require_positive(flag, value)
-        if self.ttl_s is not None and not self.ttl_s > 0:
-            raise ConfigError(f"--tier-object-ttl {self.ttl_s:g} must be greater than zero.")
 
     @property
     def shown_url(self) -> str:

@@ -29,15 +29,8 @@ def _parser() -> argparse.ArgumentParser:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang warns about kernels a CPU does not have
         from sglang_tiered import launch_server
-        from sglang_tiered.integration.launch import flags, start
 
-        start.prepare()
-        from sglang.srt.server_args import ServerArgs
-
-        parser = launch_server._ServeParser(prog="launch_server")
-        ServerArgs.add_cli_args(parser)
-        flags.add_tier_arguments(parser)
-    return parser
+        return launch_server.make_parser()
 
 
 def launcher_flags(arguments: Sequence[str]) -> dict[str, Any]:
@@ -47,14 +40,12 @@ def launcher_flags(arguments: Sequence[str]) -> dict[str, Any]:
     parser = _parser()
     from sglang_tiered import launch_server
     from sglang_tiered.config import NvmeConfig, TieredConfig, TransferConfig
-    from sglang_tiered.integration.launch import flags
     from sglang_tiered.integration.launch.resolve import explicit_arguments
     from sglang_tiered.remote_config import ObjectConfig, PeerConfig
 
-    flags.refuse_settings(arguments)
     with_model = ["--model-path", "any", *arguments]  # what follows replaces it
     merged = launch_server._with_configuration_file(parser, with_model)
-    explicit = explicit_arguments(parser, flags.join_tier_values(merged))
+    explicit = explicit_arguments(parser, merged)
     for config in (TieredConfig, NvmeConfig, ObjectConfig, PeerConfig, TransferConfig):
         values_of(config, explicit)
     return explicit

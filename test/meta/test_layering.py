@@ -33,9 +33,9 @@ MAY_IMPORT = {
     "": {"integration"},  # the package itself, of which ``Engine`` is an attribute
     "api": {"policy"},  # whose record is an answer
     "client": {"api", "policy"},
-    "demo": {"tools"},
+    "demo": {"client", "tools"},
     "completion": {"__main__", "tools"},  # parsers by their names in the list of commands
-    "launch_server": {"integration"},
+    "launch_server": {"integration", "tools"},
     "integration": {
         "api",
         "client",

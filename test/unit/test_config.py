@@ -71,14 +71,9 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (lambda: make_config(num_ranks=9), "--tier-nvme-bytes 1GiB is too small.*9 ranks"),
     (lambda: make_config(nvme=DAILY, num_ranks=3), "--tier-nvme-writes-per-day 1.25GiB .*3 ranks"),
     (lambda: make_config(nvme=SHARED, num_ranks=3), "--tier-tenant-share 25.*3 ranks"),
-    (lambda: nvme(writes_per_day=0), "--tier-nvme-writes-per-day .* greater than zero"),
     (lambda: nvme(region_bytes=4 * MiB + 1), "tier-nvme-region-bytes"),
     (lambda: nvme(region_bytes=0), "tier-nvme-region-bytes"),
     (lambda: make_config(mode=TierMode.HOST, nvme=None, object=bucket()), "needs the NVMe tier"),
-    (lambda: bucket(capacity_bytes=0), "--tier-object-bytes"),
-    (lambda: bucket(ttl_s=0.0), "--tier-object-ttl"),
-    (lambda: bucket(writes_per_day=-1), "--tier-object-writes-per-day"),
-    (lambda: bucket(requests_per_day=0), "--tier-object-requests-per-day"),
     *(
         (lambda url=url: values_of(ObjectConfig, {"tier_object_url": url}), "--tier-object-url")
         for url in BAD_URLS

@@ -12,13 +12,13 @@ import json
 import random
 import re
 import time
-import urllib.error
 import urllib.request
 import uuid
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from sglang_tiered.client.http import TierClient
 from sglang_tiered.demo.server import NotServingError
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.loopback import opener_for
@@ -146,19 +146,11 @@ class Client:
         found["computed"] = len(prompt) - sum(found.values())
         return Answer(ttft_s, output_ids, found, text)
 
-    @_answering()
     def wait_until_durable(self, prompt: list[int]) -> None:
         """Until every whole page of the prompt is on NVMe for good."""
-        body = {"input_ids": prompt, "cache_salt": self._salt, "tier": "nvme"}
-        deadline = time.monotonic() + _DEADLINE_S
-        while True:
-            try:
-                with self._open("/tier/checkpoint", body):
-                    return
-            except urllib.error.HTTPError as error:
-                if error.code != 503 or time.monotonic() >= deadline:
-                    raise
-            time.sleep(0.1)
+        with TierClient(self._url) as client:
+            where: Any = {"input_ids": prompt, "cache_salt": self._salt}
+            client.checkpoint(tier="nvme", within_s=_DEADLINE_S, **where)
 
     @_answering()
     def _tokenize(self, text: str) -> list[int]:

@@ -30,7 +30,7 @@ from sglang_tiered.demo.server import (
     demo_command,
     free_port,
 )
-from sglang_tiered.errors import ConfigError
+from sglang_tiered.errors import ConfigError, RequestError
 from sglang_tiered.loopback import is_loopback_url
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 from sglang_tiered.tools.terminal import Parser, note, print_table, printable, run_program
@@ -58,17 +58,15 @@ class Interruption:
     that impatience does not stop the clean-up."""
 
     def __init__(self) -> None:
-        self._number: int | None = None
+        self._end: BaseException | None = None
         self._is_allowed = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
 
     def check(self) -> None:
         """Raise what Python raises by itself at Ctrl-C, or end with the code of a shell."""
-        if self._number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self._number is not None:
-            raise SystemExit(128 + self._number)
+        if self._end is not None:
+            raise self._end
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
@@ -81,8 +79,9 @@ class Interruption:
             self._is_allowed = False
 
     def _on_signal(self, number: int, _: Any) -> None:
-        if self._number is None:
-            self._number = number
+        if self._end is None:
+            is_typed = number == signal.SIGINT
+            self._end = KeyboardInterrupt() if is_typed else SystemExit(128 + number)
             if self._is_allowed:
                 self.check()
 
@@ -115,7 +114,7 @@ def run(arguments: Sequence[str], interruption: Interruption) -> int:
             with interruption.allowed():
                 demo = Demo(options.url)
                 demo.ask_rows(_MOST_S)
-    except NotServingError as error:
+    except (NotServingError, RequestError) as error:
         note(str(error))
         return 1
     interruption.check()

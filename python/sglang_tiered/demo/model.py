@@ -238,44 +238,32 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> bool:
     with _turn(folder.parent) as is_ours:
         if is_whole(folder):
             return False
-        if is_ours:
-            for left in folder.parent.glob(f".{folder.name}-*"):
-                shutil.rmtree(left, ignore_errors=True)
+        for left in folder.parent.glob(f".{folder.name}-*") if is_ours else ():
+            shutil.rmtree(left, ignore_errors=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             staging.chmod(0o755)
-            try:
-                fill(staging)
-            except OSError:
-                raise
-            except Exception as error:
-                raise OSError(str(error) or type(error).__name__) from error
+            fill(staging)
             (staging / _SUMS).write_text(_sums(staging), encoding="utf-8")
             for file in staging.iterdir():
                 file.chmod(0o644)
-            return _put(staging, folder)
+            if is_whole(folder):  # where locks do not work, somebody was quicker
+                return False
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(staging, folder)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(str(error) or type(error).__name__) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-
-
-def _put(staging: Path, folder: Path) -> bool:
-    if folder.is_dir() and not folder.is_symlink():
-        shutil.rmtree(folder)
-    else:
-        folder.unlink(missing_ok=True)
-    try:
-        os.rename(staging, folder)
-    except OSError:  # where locks do not work, somebody was quicker
-        if not is_whole(folder):
-            raise
-        return False
     return True
 
 
 @contextlib.contextmanager
 def _turn(place: Path) -> Iterator[bool]:
     """One process at a time. Gives whether it is: some network file systems lock no folders."""
-    handle = os.open(place, os.O_RDONLY)
+    handle, is_ours = os.open(place, os.O_RDONLY), True
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -283,9 +271,8 @@ def _turn(place: Path) -> Iterator[bool]:
             note(f"waiting for another process, which makes a model in {place}")
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError:
-            yield False
-            return
-        yield True
+            is_ours = False
+        yield is_ours
     finally:
         os.close(handle)
 

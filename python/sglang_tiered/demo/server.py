@@ -25,7 +25,7 @@ from sglang_tiered.loopback import opener_for
 from sglang_tiered.tools.terminal import Parser, note, run_program
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "DEMO_FLAGS",
@@ -103,34 +103,23 @@ class ServerProcess:
 
     def kill(self) -> None:
         """``kill -9`` of the whole process group: nothing gets to clean up. Returns once it is
-        gone."""
-        with _adopting_orphans():
+        gone. Those of it that lose their parent become this process's children, to be waited for: a
+        container's first process may do so late, or never."""
+        group, libc = self.process.pid, ctypes.CDLL(None)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(_STOP_DEADLINE_S)
-            # The group's children are gone once the group cannot be signalled any more.
+                os.killpg(group, signal.SIGKILL)
             deadline = time.monotonic() + _STOP_DEADLINE_S
             while time.monotonic() < deadline:
-                try:
-                    os.killpg(self.process.pid, 0)
-                except ProcessLookupError:
-                    return
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(-self.process.pid, os.WNOHANG)
-                time.sleep(0.05)
+                if os.waitpid(-group, os.WNOHANG) == (0, 0):
+                    time.sleep(0.05)
+        except ChildProcessError:  # none is left
+            self.process.wait()  # which Python has not heard of
+            return
+        finally:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         raise NotServingError("the server's processes did not end")
-
-
-@contextlib.contextmanager
-def _adopting_orphans() -> Iterator[None]:
-    """Processes below this one that lose their parent become its children, to be waited for: a
-    container's first process may do so late, or never."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def free_port() -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import atexit
-import difflib
 import json
 import operator
 import os
@@ -46,7 +45,7 @@ from sglang.srt.runtime_context import num_dp_ranks_of  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes  # noqa: E402
 
-from sglang_tiered.integration.launch import flags, ports, resolve  # noqa: E402
+from sglang_tiered.integration.launch import ports, resolve  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -228,11 +227,11 @@ def resolve_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], Resol
     """Return the fields of SGLang's ``ServerArgs``, and what the command line of the same arguments
     resolves to. Raises ``ConfigError``; touches no tier."""
     fields = {field.name for field in record_fields(ServerArgs)}
-    ours = {flag.dest for flag in flags.ALL_FLAGS}
+    ours = {flag.dest for flag in resolve.ALL_FLAGS}
     if unknown := sorted(keywords.keys() - fields - ours):
-        near = difflib.get_close_matches(unknown[0], fields | ours, 1)
-        hint = f"did you mean {near[0]}?" if near else "see docs/flags.md and SGLang's ServerArgs."
-        raise ConfigError(f"Engine knows no argument {unknown[0]}; {hint}")
+        raise ConfigError(
+            f"Engine knows no argument {unknown[0]}; see docs/flags.md and SGLang's ServerArgs."
+        )
     given = {
         name: os.fspath(value) if isinstance(value, os.PathLike) else value
         for name, value in keywords.items()

@@ -8,10 +8,8 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import sys
-from io import StringIO
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from sglang_tiered.errors import ConfigError, TieredError
 
@@ -28,7 +26,6 @@ __all__ = [
     "write_json",
 ]
 
-_PIPE_WIDTH = 240
 _STOPPED = 130  # as a shell reports Ctrl-C
 
 
@@ -104,21 +101,9 @@ def print_lines(lines: Iterable[str]) -> None:
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
     """Print a table whose first ``left`` columns are names, the others figures."""
-    # Imported late: a list of commands is instant.
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    # Rendered first and printed then, as rich would end the process at a closed pipe.
-    shown = Console().is_terminal
-    width = shutil.get_terminal_size().columns if shown else _PIPE_WIDTH
-    rendered = StringIO()
-    console = Console(file=rendered, force_terminal=shown, width=width)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, column in enumerate(columns):
-        justify: Literal["left", "right"] = "left" if index < left else "right"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=index == 0)
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    console.print(table)
-    print("\n".join(line.rstrip() for line in rendered.getvalue().splitlines()))
+    table = [list(columns), *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        names = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
+        print("  ".join((*names, *cells[left:])).rstrip())

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
 from sglang_tiered.flags import flags_of, refuse_given, values_of
 from sglang_tiered.integration.launch.ports import try_port
 from sglang_tiered.integration.storage.tiers import peer_settings
+from sglang_tiered.loopback import is_loopback, is_loopback_url
 from sglang_tiered.remote_config import PeerConfig
 from sglang_tiered.sharing.addresses import parse_targets
 from sglang_tiered.wire.keys import PEER, load_keys
@@ -81,28 +80,18 @@ def exposure(config: PeerConfig | None) -> str | None:
     """Return a sentence for the operator if other machines can share without keys."""
     if config is None or config.keys_directory is not None:
         return None
-    is_alone = ipaddress.ip_address(config.host).is_loopback
-    if is_alone and (config.url is None or _is_local(config.url)):
+    url = config.url
+    is_local = url is None or url.startswith("unix:") or is_loopback_url(url)
+    if is_loopback(config.host) and is_local:
         return None
-    redis = "" if config.url is None else ", and anyone who can write to the Redis,"
-    both = "this port" if config.url is None else "both"
+    redis = "" if url is None else ", and anyone who can write to the Redis,"
+    both = "this port" if url is None else "both"
     return (
         f"pages are shared without --tier-peer-keys: anyone who reaches {config.host} can erase "
         f"pages here and read those whose keys it knows, and who is on the way{redis} can make "
         f"this server use forged ones; pass --tier-peer-keys, or let only these servers reach "
         f"{both}."
     )
-
-
-def _is_local(url: str) -> bool:
-    """Whether only processes of this machine reach that Redis, as far as its address says."""
-    parts = urlsplit(url)
-    if parts.scheme == "unix" or parts.hostname == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(parts.hostname or "").is_loopback
-    except ValueError:
-        return False
 
 
 def _address(host: str) -> str:
@@ -120,20 +109,12 @@ def _address(host: str) -> str:
 
 def _try_ports(first: int | None, host: str, num_ranks: int) -> None:
     """Raise ``ConfigError`` unless this machine can listen on a port for each rank."""
-    if first is None:
-        _try(host, 0)
-        return
     last = MAX_PORT - num_ranks + 1
-    if not 1 <= first <= last:
-        raise ConfigError(f"--tier-peer-port {first} must be from 1 to {last}; drop it for any.")
-    for port in range(first, first + num_ranks):
-        _try(host, port)
-
-
-def _try(host: str, port: int) -> None:
-    """Raise ``ConfigError`` where this machine cannot listen."""
+    if first is not None and first > last:
+        raise ConfigError(f"--tier-peer-port {first} must be at most {last}; drop it for any.")
     try:
-        try_port("--tier-peer-port", host, port, "pass another, or drop it for any free one.")
+        for port in (0,) if first is None else range(first, first + num_ranks):
+            try_port("--tier-peer-port", host, port, "pass another, or drop it for any free one.")
     except OSError as error:
         raise ConfigError(
             f"--tier-peer-host {host} cannot be listened on ({error.strerror}); pass an address of "

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["check_ports", "try_port"]
 
 ANYWHERE = "0.0.0.0"
-_HTTP_PORT, _BOOTSTRAP_PORT, _ENCODER_PORT = 30000, 8998, 8997  # SGLang's defaults
 
 
 def check_ports(explicit: Mapping[str, Any], *, serves_http: bool = True) -> None:
@@ -55,24 +54,20 @@ def try_port(flag: str, host: str, port: int, way_out: str) -> None:
 
 def _ports(explicit: Mapping[str, Any], serves_http: bool) -> Iterator[tuple[str, str, int]]:
     """Flag, host and port of each port that SGLang will bind by its flags."""
-    host = explicit.get("host", "127.0.0.1")
-    if serves_http:
-        yield "--port", host, explicit.get("port", _HTTP_PORT)
-    if explicit.get("disaggregation_mode") == "prefill" or explicit.get("enable_pd_role_switch"):
-        port = explicit.get("disaggregation_bootstrap_port", _BOOTSTRAP_PORT)
-        yield "--disaggregation-bootstrap-port", host, port
-    if explicit.get("language_only"):
-        yield (
-            "--encoder-bootstrap-port",
-            host,
-            explicit.get("encoder_bootstrap_port", _ENCODER_PORT),
-        )
-    for name, where in (
-        *(("grpc_port", host), ("smg_http_sidecar_port", host)),
-        *(("gated_launch_port", host), ("nccl_port", ANYWHERE)),
+    host, switches = explicit.get("host", "127.0.0.1"), explicit.get("enable_pd_role_switch")
+    is_prefill = explicit.get("disaggregation_mode") == "prefill" or switches
+    for name, where, is_bound, default in (  # of SGLang
+        ("port", host, serves_http, 30000),
+        ("disaggregation_bootstrap_port", host, is_prefill, 8998),
+        ("encoder_bootstrap_port", host, explicit.get("language_only"), 8997),
+        ("grpc_port", host, True, None),
+        ("smg_http_sidecar_port", host, True, None),
+        ("gated_launch_port", host, True, None),
+        ("nccl_port", ANYWHERE, True, None),
     ):
-        if explicit.get(name) is not None:
-            yield "--" + name.replace("_", "-"), where, explicit[name]
+        port = explicit.get(name, default)
+        if is_bound and port is not None:
+            yield "--" + name.replace("_", "-"), where, port
     yield from _event_ports(explicit)
 
 

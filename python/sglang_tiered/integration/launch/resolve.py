@@ -8,7 +8,6 @@ argument list for SGLang.
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import json
 import os
 import shutil
@@ -33,13 +32,13 @@ from sglang_tiered.config import (
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
-from sglang_tiered.flags import flags_of, refuse_given, values_of
+from sglang_tiered.flags import add_arguments, flags_of, refuse_given, values_of
 from sglang_tiered.integration.attention import pod_flags
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
-from sglang_tiered.integration.launch.flags import NVME_FLAGS, TIER_FLAGS, without_our_flags
 from sglang_tiered.integration.launch.peer_flags import exposure, resolve_peers
 from sglang_tiered.integration.storage.shards import sizes_of
-from sglang_tiered.remote_config import ObjectConfig
+from sglang_tiered.loopback import is_loopback
+from sglang_tiered.remote_config import ObjectConfig, PeerConfig
 from sglang_tiered.request_log import RequestLogConfig
 from sglang_tiered.storage.filesystem import MEMORY_FILESYSTEMS, filesystem_type
 from sglang_tiered.storage.region.directory import max_regions
@@ -47,17 +46,18 @@ from sglang_tiered.transfer.addresses import parse_networks
 from sglang_tiered.wire.keys import load_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = [
+    "ALL_FLAGS",
     "Resolved",
+    "add_tier_arguments",
+    "added_arguments",
     "explicit_arguments",
-    "isolation",
     "resolve",
     "resolve_object",
     "resolve_transfer",
-    "resolve_without_nvme",
-    "transfer_arguments",
+    "warnings",
 ]
 
 DEFAULT_PAGE_SIZE = 64
@@ -74,24 +74,36 @@ LOAD_DEADLINE_S_PER_1024_TOKENS = 1.0
 _ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse", "sse-c")
 _NAMING_A_KEY = ("aws:kms", "aws:kms:dsse")
 
-# SGLang flags that select another cache below, beside or instead of the radix cache, or that change
-# a request's key behind our back, where no purge would find it.
-_EXCLUSIVE_FLAGS = {
-    "disable_radix_cache": "--disable-radix-cache",
-    "enable_lmcache": "--enable-lmcache",
-    "enable_flexkv": "--enable-flexkv",
-    "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
-    "radix_cache_backend": "--radix-cache-backend",
-    "enable_kv_cache_sharding": "--enable-kv-cache-sharding",
-    "elastic_ep_backend": "--elastic-ep-backend",
-    "disaggregation_decode_enable_offload_kvcache": (
-        "--disaggregation-decode-enable-offload-kvcache"
-    ),
-}
-_SIZES = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "nnodes", "max_total_tokens")
+# Of SGLang: what selects another cache below, beside or instead of the radix cache, or changes a
+# request's key behind our back, where no purge would find it.
+_EXCLUSIVE = (
+    "disable_radix_cache",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_unified_cache_external_linker",
+    "radix_cache_backend",
+    "enable_kv_cache_sharding",
+    "elastic_ep_backend",
+    "disaggregation_decode_enable_offload_kvcache",
+)
+_STORAGE = ("hicache_storage_backend", "hicache_storage_backend_extra_config")
+_SIZES = (
+    "page_size",
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "attn_dp_size",
+    "nnodes",
+    "max_total_tokens",
+)
 
 
 ROLES = ("prefill", "decode")
+
+NVME_FLAGS = flags_of(NvmeConfig, ObjectConfig, PeerConfig, RequestLogConfig)
+"""Flags that mean nothing without an NVMe tier."""
+TIER_FLAGS = flags_of(TieredConfig) + NVME_FLAGS
+ALL_FLAGS = TIER_FLAGS + flags_of(TransferConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,134 +115,128 @@ class Resolved:
     notes: tuple[str, ...] = ()
 
 
-def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return what the user gave, without defaults, parsed and checked by ``parser``.
+def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this package as sections of ``--help``. Values stay text, which ``resolve``
+    checks."""
+    tiering = parser.add_argument_group(
+        "tiering", "The tiers below device memory (sglang-tiered). Sizes: 64GiB, 64GB or bytes."
+    )
+    add_arguments(tiering, TieredConfig, NvmeConfig, ObjectConfig, PeerConfig, RequestLogConfig)
+    transfer = parser.add_argument_group(
+        "KV transfer", "Prefill and decode on different instances, over ZeroMQ (sglang-tiered)."
+    )
+    add_arguments(transfer, TransferConfig)
 
-    Unknown flags end the process with argparse's own sentence and exit code 2.
-    """
-    defaults = {id(action): action.default for action in parser._actions}  # noqa: SLF001
-    parser_defaults = dict(parser._defaults)  # noqa: SLF001
-    for action in parser._actions:  # noqa: SLF001
-        action.default = argparse.SUPPRESS
-    parser._defaults.clear()  # noqa: SLF001
-    try:
-        return vars(parser.parse_args(list(arguments)))
-    finally:
-        for action in parser._actions:  # noqa: SLF001
-            action.default = defaults[id(action)]
-        parser._defaults.update(parser_defaults)  # noqa: SLF001
+
+def explicit_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what the user gave, without defaults, parsed and checked by ``parser``."""
+    unset: Any = object()
+    nothing = argparse.Namespace(**{action.dest: unset for action in parser._actions})  # noqa: SLF001
+    found = vars(parser.parse_args(list(arguments), nothing))
+    return {name: value for name, value in found.items() if value is not unset}
+
+
+def _without_our_flags(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that SGLang knows. Ours may be abbreviated, as SGLang's may."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for flag in ALL_FLAGS:
+        parser.add_argument(flag.option)
+    return parser.parse_known_args(list(arguments))[1]
 
 
 def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool) -> Resolved:
     """Check the given flags and complete them. Raises ``ConfigError``; changes nothing."""
-    rest = without_our_flags(arguments)
-    _check_machine(explicit, on_cpu=on_cpu)
+    completed = _without_our_flags(arguments)
     values = values_of(TieredConfig, explicit)
     mode = values.get("mode", TierMode.NVME)
+    for sentence in _conflicts(explicit, mode, on_cpu=on_cpu):
+        raise ConfigError(sentence)
     default_page_size = 1 if mode is TierMode.OFF else DEFAULT_PAGE_SIZE
     pod_flags.check_arguments(explicit, explicit.get("page_size", default_page_size))
-    transfer = resolve_transfer(explicit)
-    added = transfer_arguments(explicit, transfer, has_tiers=mode is not TierMode.OFF)
-    if on_cpu:
-        # An idle scheduler polls without a pause: a core that other servers could compute on.
-        added["--sleep-on-idle"] = None
-    notes: list[str] = []
-    if (warning := isolation(explicit, transfer)) is not None:
-        notes.append(warning)
-    if on_cpu and "mem_fraction_static" in explicit:
-        notes.append(
-            "--mem-fraction-static is a share of a GPU's memory and has no meaning on a CPU, where "
-            "device and host memory come from one budget; --max-total-tokens sizes the device pool."
-        )
-    if mode is TierMode.OFF:
-        others = {**explicit, "tier_mode": None}
-        refuse_given(others, TIER_FLAGS, "has no meaning with --tier-mode off; drop one of them")
-        rest = _completed(rest, added, explicit)
-        return Resolved(TieredConfig(mode=mode, transfer=transfer), rest, tuple(notes))
-
-    _refuse_other_caches(explicit)
-    page_size = explicit.get("page_size", DEFAULT_PAGE_SIZE)
-    if page_size < 1:
-        raise ConfigError(f"--page-size {page_size} must be at least 1; 64 is a good value.")
-
-    added |= {
-        "--radix-cache-backend": CACHE_BACKEND,
-        "--enable-hierarchical-cache": None,
-        "--enable-cache-report": None,  # or no OpenAI client sees what came from a tier
-        "--page-size": str(DEFAULT_PAGE_SIZE),
-    }
-
-    sizes = sizes_of(explicit)
+    if mode is not TierMode.NVME:
+        flags = TIER_FLAGS if mode is TierMode.OFF else NVME_FLAGS
+        why = f"has no meaning with --tier-mode {mode.value}; drop one of them"
+        refuse_given({**explicit, "tier_mode": None}, flags, why)
+    has_nvme, sizes, notes = mode is TierMode.NVME, sizes_of(explicit), list[str]()
     num_ranks = sizes.num_ranks
     host_bytes = _resolve_host(explicit, values.get("host_bytes"))
-    if host_bytes is not None:
-        # Whole gigabytes are all this flag can say; TieredRadixCache sets the exact size.
-        added["--hicache-size"] = str(max(1, round(host_bytes / num_ranks / 1e9)))
-
-    nvme = None
-    if mode is TierMode.NVME:
-        dcp_size = explicit.get("dcp_size") or 1
-        if dcp_size > 1:
-            raise ConfigError(
-                f"--dcp-size {dcp_size} splits pages over ranks, which SGLang's storage interface "
-                "does not describe; drop it, or pass --tier-mode host."
-            )
-        nvme = _resolve_nvme(explicit, num_ranks, host_bytes or 0, notes)
-        added |= _storage_arguments(page_size)
-    else:
-        refuse_given(explicit, NVME_FLAGS, "has no meaning with --tier-mode host; drop one of them")
-    peers = resolve_peers(explicit, num_ranks) if mode is TierMode.NVME else None
-    if (warning := exposure(peers)) is not None:
-        notes.append(warning)
     config = TieredConfig(
         mode=mode,
         host_bytes=host_bytes,
-        nvme=nvme,
-        transfer=transfer,
-        object=resolve_object(explicit) if mode is TierMode.NVME else None,
-        peers=peers,
+        nvme=_resolve_nvme(explicit, num_ranks, host_bytes or 0, notes) if has_nvme else None,
+        transfer=resolve_transfer(explicit),
+        object=resolve_object(explicit) if has_nvme else None,
+        peers=resolve_peers(explicit, num_ranks) if has_nvme else None,
         request_log=_resolve_request_log(explicit),
     )
     config = sizes.put_into(config)
-    return Resolved(config, _completed(rest, added, explicit), tuple(notes))
+    for flag, value in added_arguments(explicit, config, on_cpu=on_cpu).items():
+        if flag.lstrip("-").replace("-", "_") not in explicit:
+            completed += [flag] if value is None else [flag, value]
+    return Resolved(config, completed, (*notes, *warnings(explicit, config, on_cpu=on_cpu)))
 
 
-def resolve_without_nvme(
-    explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bool, problem: str
-) -> Resolved:
-    """Resolve the same command line for host memory only: pages cannot be named for storage."""
-    nvme_only = {flag.dest for flag in NVME_FLAGS}
-    kept = {name: value for name, value in explicit.items() if name not in nvme_only}
-    resolved = resolve({**kept, "tier_mode": TierMode.HOST.value}, arguments, on_cpu=on_cpu)
-    note = (
-        f"SGLang's page hash extension cannot be built ({problem}), so this server runs without "
-        "NVMe and object tiers; install a C++ compiler and the headers of OpenSSL and "
-        "Python (Debian: apt-get install g++ libssl-dev python3-dev)."
-    )
-    return Resolved(resolved.config, resolved.sglang_arguments, (*resolved.notes, note))
-
-
-def _check_machine(explicit: Mapping[str, Any], *, on_cpu: bool) -> None:
+def _conflicts(explicit: Mapping[str, Any], mode: TierMode, *, on_cpu: bool) -> Iterator[str]:
+    """Yield what of SGLang's flags cannot work on this machine, or with these tiers."""
     for name in _SIZES:
         if explicit.get(name) is not None and explicit[name] < 1:
-            raise ConfigError(f"{_flag(name)} {explicit[name]} must be at least 1.")
+            yield f"{_flag(name)} {explicit[name]} must be at least 1."
     if on_cpu and str(explicit.get("device", "")).startswith("cuda"):
-        raise ConfigError("--device cuda needs a GPU, and torch sees none here; drop it.")
-
-
-def _refuse_other_caches(explicit: Mapping[str, Any]) -> None:
-    for name, flag in _EXCLUSIVE_FLAGS.items():
+        yield "--device cuda needs a GPU, and torch sees none here; drop it."
+    if mode is TierMode.OFF:
+        return
+    for name in (*_EXCLUSIVE, *(_STORAGE if mode is TierMode.NVME else ())):
         if explicit.get(name) not in (None, False):
-            raise ConfigError(f"{flag} cannot run with tiering; drop it, or pass --tier-mode off.")
+            yield f"{_flag(name)} cannot run with tiering; drop it, or pass --tier-mode off."
     if explicit.get("enable_hierarchical_cache", True) is False:  # no command line says so
-        raise ConfigError(
-            "enable_hierarchical_cache=False leaves no tiers; drop it, or pass tier_mode='off'."
-        )
+        yield "enable_hierarchical_cache=False leaves no tiers; drop it, or pass tier_mode='off'."
     if explicit.get("hicache_host_memory_mode", "cache") != "cache":
-        raise ConfigError(
+        yield (
             "--hicache-host-memory-mode buffer_only leaves no host tier; drop it, or pass "
             "--tier-mode off."
         )
+    if mode is TierMode.HOST:
+        return
+    if (dcp_size := explicit.get("dcp_size") or 1) > 1:
+        yield (
+            f"--dcp-size {dcp_size} splits pages over ranks, which SGLang's storage interface "
+            "does not describe; drop it, or pass --tier-mode host."
+        )
+    if explicit.get("hicache_storage_prefetch_retry_max_attempts", 1) < 1:
+        yield (
+            "--hicache-storage-prefetch-retry-max-attempts must be at least 1, or loads that wait "
+            "for a turn or for other ranks never begin; drop it."
+        )
+
+
+def added_arguments(
+    explicit: Mapping[str, Any], config: TieredConfig, *, on_cpu: bool
+) -> dict[str, str | None]:
+    """Return the flags that SGLang needs besides, where the user gave no others."""
+    added: dict[str, str | None] = {}
+    if on_cpu:
+        # An idle scheduler polls without a pause: a core that other servers could compute on.
+        added["--sleep-on-idle"] = None
+    if config.transfer is not None:
+        added["--disaggregation-transfer-backend"] = TRANSFER_BACKEND
+        may_decode = explicit.get("disaggregation_mode") == "decode"
+        if config.mode is not TierMode.OFF and (
+            may_decode or explicit.get("enable_pd_role_switch")
+        ):  # so that prefill sends only what the tiers do not hold
+            added["--disaggregation-decode-enable-radix-cache"] = None
+    if config.mode is not TierMode.OFF:
+        added |= {
+            "--radix-cache-backend": CACHE_BACKEND,
+            "--enable-hierarchical-cache": None,
+            "--enable-cache-report": None,  # or no OpenAI client sees what came from a tier
+            "--page-size": str(DEFAULT_PAGE_SIZE),
+        }
+    if config.host_bytes is not None:
+        # Whole gigabytes are all this flag can say; TieredRadixCache sets the exact size.
+        added["--hicache-size"] = str(max(1, round(config.host_bytes / config.num_ranks / 1e9)))
+    if config.nvme is not None:
+        added |= _storage_arguments(explicit.get("page_size", DEFAULT_PAGE_SIZE))
+    return added
 
 
 def _storage_arguments(page_size: int) -> dict[str, str | None]:
@@ -250,17 +256,34 @@ def _storage_arguments(page_size: int) -> dict[str, str | None]:
     }
 
 
+def warnings(explicit: Mapping[str, Any], config: TieredConfig, *, on_cpu: bool) -> Iterator[str]:
+    """Yield what works, but perhaps not as its operator expects."""
+    if on_cpu and "mem_fraction_static" in explicit:
+        yield (
+            "--mem-fraction-static is a share of a GPU's memory and has no meaning on a CPU, where "
+            "device and host memory come from one budget; --max-total-tokens sizes the device pool."
+        )
+    transfer, is_alone = config.transfer, is_loopback(explicit.get("host") or "127.0.0.1")
+    may_take_kv = transfer is None or transfer.keys_path is not None or transfer.allowed_networks
+    if explicit.get("enable_pd_role_switch") and not may_take_kv and not is_alone:
+        yield (
+            "with --enable-pd-role-switch this server may come to decode, and then fails all "
+            "requests whose prefill is on another machine; name those in --transfer-allow, or pass "
+            "--transfer-keys."
+        )
+    if (exposed := exposure(config.peers)) is not None:
+        yield exposed
+
+
 def _resolve_host(explicit: Mapping[str, Any], host_bytes: int | None) -> int | None:
     if host_bytes is None:
         return None  # SGLang decides, once it knows the device pool
     text = explicit["tier_host_bytes"]
-    given = [
-        flag for flag in ("--hicache-size", "--hicache-ratio") if _argument_name(flag) in explicit
-    ]
-    if given:
-        raise ConfigError(
-            f"--tier-host-bytes {text} and {given[0]} both size the host tier; drop one."
-        )
+    for name in ("hicache_size", "hicache_ratio"):
+        if name in explicit:
+            raise ConfigError(
+                f"--tier-host-bytes {text} and {_flag(name)} both size the host tier; drop one."
+            )
     available = allocatable_bytes()
     if host_bytes > available:
         raise ConfigError(
@@ -273,54 +296,44 @@ def _resolve_host(explicit: Mapping[str, Any], host_bytes: int | None) -> int | 
 def _resolve_nvme(
     explicit: Mapping[str, Any], num_ranks: int, host_bytes: int, notes: list[str]
 ) -> NvmeConfig:
-    for name in ("hicache_storage_backend", "hicache_storage_backend_extra_config"):
-        if explicit.get(name) is not None:
-            raise ConfigError(
-                f"{_flag(name)} names a storage backend of its own, but the NVMe tier is one "
-                "already; drop it, or pass --tier-mode off."
-            )
-    if explicit.get("hicache_storage_prefetch_retry_max_attempts", 1) < 1:
-        raise ConfigError(
-            "--hicache-storage-prefetch-retry-max-attempts must be at least 1, or loads that wait "
-            "for a turn or for other ranks never begin; drop it."
-        )
     values = values_of(NvmeConfig, explicit)
     place = (cache_directory() / "sglang-tiered" / "kv").absolute()
     directory = Path(values.setdefault("directory", str(place)))
-    parent = _existing_parent(directory)
-    free = shutil.disk_usage(parent).free
-    kind = filesystem_type(parent)
-    if kind in MEMORY_FILESYSTEMS:
-        there = max(0, allocatable_bytes() - host_bytes)
-        free = min(free, there) if kind == "tmpfs" else there  # a ramfs tells no size
-    held = _held_bytes(directory)
+    parent, held = _existing_parent(directory), _held_bytes(directory)
+    disk, kind = shutil.disk_usage(parent), filesystem_type(parent)
+    is_memory, is_shared = kind in MEMORY_FILESYSTEMS, "budget_directory" in values
+    most = disk.free + held
+    if is_memory:
+        there = max(0, allocatable_bytes() - host_bytes) + held
+        most = min(most, there) if kind == "tmpfs" else there  # a ramfs tells no size
     capacity = values.get("capacity_bytes")
-    _share_machine(values)
-    is_shared = "floor_bytes" in values
-    # In a budget others may hold it now, and give it back.
-    free = max(shutil.disk_usage(parent).total - held, 0) if is_shared else free
+    if is_shared:
+        if capacity is None:
+            raise ConfigError(
+                "--tier-machine-budget needs --tier-nvme-bytes: what its servers take together."
+            )
+        values.setdefault("floor_bytes", capacity // DEFAULT_FLOOR_PART)
+        most = max(disk.total, held)  # others may hold it now, and give it back
     if capacity is None:
-        quarter = int((free + held) * DEFAULT_DISK_FRACTION)
-        capacity = min(DEFAULT_DISK_MAX_BYTES, quarter)
+        capacity = min(DEFAULT_DISK_MAX_BYTES, int(most * DEFAULT_DISK_FRACTION))
         if capacity < MIN_REGIONS * MIN_REGION_BYTES * num_ranks:
             raise ConfigError(
-                f"--tier-dir {directory} has only {format_bytes(free)} of free disk space; "
+                f"--tier-dir {directory} has only {format_bytes(most - held)} of free disk space; "
                 "pass another --tier-dir, or --tier-mode host."
             )
         values["capacity_bytes"] = capacity
-    elif kind in MEMORY_FILESYSTEMS and capacity > free + held:
-        raise ConfigError(
-            f"--tier-nvme-bytes {explicit['tier_nvme_bytes']} is more than the "
-            f"{format_bytes(free + held)} of memory that {directory} can take, which is on {kind}; "
-            "lower it or --tier-host-bytes, or pass a --tier-dir on a disk."
-        )
-    elif capacity > free + held:
+    elif capacity > most:
+        given = f"--tier-nvme-bytes {explicit['tier_nvme_bytes']} is more than the"
+        if is_memory:
+            raise ConfigError(
+                f"{given} {format_bytes(most)} of memory that {directory} can take, which is on "
+                f"{kind}; lower it or --tier-host-bytes, or pass a --tier-dir on a disk."
+            )
         notes.append(
-            f"--tier-nvme-bytes {explicit['tier_nvme_bytes']} is more than the "
-            f"{format_bytes(free + held)} that {directory} can take now; the tier stops "
-            "growing when the disk is full."
+            f"{given} {format_bytes(most)} that {directory} can take now; the tier stops growing "
+            "when the disk is full."
         )
-    if kind in MEMORY_FILESYSTEMS:
+    if is_memory:
         values["memory_bytes"] = max(0, capacity - held)
         notes.append(
             f"--tier-dir {directory} is on {kind}, which is memory: the NVMe tier may take "
@@ -329,32 +342,20 @@ def _resolve_nvme(
         )
     # A region must also fit a disk that is smaller than the cap.
     least = values.get("floor_bytes", capacity)
-    room = min(least, free + held) / num_ranks * values.get("tenant_share", 1)
-    per_rank, most = capacity // (1 if is_shared else num_ranks), max_regions()
+    room = int(min(least, most) / num_ranks * values.get("tenant_share", 1))
+    per_rank, files = capacity // (1 if is_shared else num_ranks), max_regions()
     region = values.get("region_bytes")
     if region is None:
-        values["region_bytes"] = default_region_bytes(
-            int(room), capacity_bytes=per_rank, max_regions=most
-        )
-    elif region >= MIN_REGION_BYTES and per_rank // region > most:
+        region = default_region_bytes(room, capacity_bytes=per_rank, max_regions=files)
+        values["region_bytes"] = region
+    elif region >= MIN_REGION_BYTES and per_rank // region > files:
         raise ConfigError(
             f"tier-nvme-region-bytes {explicit['tier_nvme_region_bytes']} makes "
             f"{per_rank // region} files of each rank's {format_bytes(per_rank)}, all of them "
             "open, but the hard limit of open files (ulimit -Hn) leaves room for "
-            f"{max(most, 0)}; raise either, or lower --tier-nvme-bytes."
+            f"{max(files, 0)}; raise either, or lower --tier-nvme-bytes."
         )
     return NvmeConfig(**values)
-
-
-def _share_machine(values: dict[str, Any]) -> None:
-    """Complete what a server says of the machine's budget. Raises ``ConfigError``."""
-    if values.get("budget_directory") is None:
-        return
-    if values.get("capacity_bytes") is None:
-        raise ConfigError(
-            "--tier-machine-budget needs --tier-nvme-bytes: what its servers take together."
-        )
-    values.setdefault("floor_bytes", values["capacity_bytes"] // DEFAULT_FLOOR_PART)
 
 
 def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
@@ -406,10 +407,6 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _argument_name(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
-
-
 def _existing_parent(path: Path) -> Path:
     while not os.path.exists(path):  # nor one that may not be looked at
         path = path.parent
@@ -422,16 +419,6 @@ def _held_bytes(directory: Path) -> int:
         return sum(file.stat().st_blocks * 512 for file in directory.glob("shard-*/region-*.kv"))
     except OSError:
         return 0
-
-
-def _completed(
-    arguments: list[str], added: Mapping[str, str | None], explicit: Mapping[str, Any]
-) -> list[str]:
-    """Return the arguments with the added flags, except those that the user gave."""
-    for flag, value in added.items():
-        if _argument_name(flag) not in explicit:
-            arguments += [flag] if value is None else [flag, value]
-    return arguments
 
 
 def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
@@ -475,41 +462,3 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
         for needed in ROLES if explicit.get("enable_pd_role_switch") else (role,):
             load_keys(config.keys_path, needed)
     return config
-
-
-def isolation(explicit: Mapping[str, Any], config: TransferConfig | None) -> str | None:
-    """Return a sentence for the operator of a server that may come to decode, and would take no KV
-    from the machines that reach it."""
-    if config is None or config.keys_path is not None or config.allowed_networks:
-        return None
-    host = explicit.get("host") or "127.0.0.1"
-    if not explicit.get("enable_pd_role_switch") or _is_loopback(host):
-        return None
-    return (
-        "with --enable-pd-role-switch this server may come to decode, and then fails all requests "
-        "whose prefill is on another machine; name those in --transfer-allow, or pass "
-        "--transfer-keys."
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def transfer_arguments(
-    explicit: Mapping[str, Any], config: TransferConfig | None, *, has_tiers: bool
-) -> dict[str, str | None]:
-    """Return the flags that SGLang needs besides. On decode, or what may become it, the use of its
-    tiers is among them, so that prefill sends only what they do not hold."""
-    if config is None:
-        return {}
-    added: dict[str, str | None] = {"--disaggregation-transfer-backend": TRANSFER_BACKEND}
-    may_decode = explicit["disaggregation_mode"] == "decode" or explicit.get(
-        "enable_pd_role_switch"
-    )
-    if has_tiers and may_decode:
-        added["--disaggregation-decode-enable-radix-cache"] = None
-    return added

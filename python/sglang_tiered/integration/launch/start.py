@@ -21,17 +21,16 @@ from sglang_tiered.storage.region import directory as store_directory
 from sglang_tiered.storage.region.directory import DirectoryLock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import ExitStack
 
     from sglang_tiered.integration.launch.resolve import Resolved
 
 __all__ = [
     "check",
-    "check_model",
     "claim_directory",
-    "complete",
     "prepare",
+    "refusals",
     "remove_other_shards",
     "resolve",
 ]
@@ -91,22 +90,17 @@ def _use_huge_pages() -> None:
 
 
 def resolve(explicit: Mapping[str, Any], arguments: Sequence[str]) -> Resolved:
-    """Check what was given and complete it, for host memory alone where pages cannot be named.
-    Sets the environment of what is started. Raises ``ConfigError``; touches no tier."""
+    """Check what was given and complete it. Sets the environment of what is started. Raises
+    ``ConfigError``; touches no tier."""
     import torch
 
     from sglang_tiered.integration.launch import resolve as resolution
 
-    on_cpu = not torch.cuda.is_available()
-    resolved = resolution.resolve(explicit, arguments, on_cpu=on_cpu)
+    resolved = resolution.resolve(explicit, arguments, on_cpu=not torch.cuda.is_available())
     if resolved.config.mode is not TierMode.OFF:
         _use_huge_pages()
     if resolved.config.mode is TierMode.NVME:
-        problem = _page_hash_problem()
-        if problem is not None:
-            return resolution.resolve_without_nvme(
-                explicit, arguments, on_cpu=on_cpu, problem=problem
-            )
+        _build_page_hash()
     return resolved
 
 
@@ -154,24 +148,10 @@ def remove_other_shards(config: TieredConfig) -> None:
 def check(server_args: Any, config: TieredConfig) -> tuple[Any, TieredConfig]:
     """Return SGLang's settings as it resolves them, and the configuration with the sizes that they
     say. Raises ``ConfigError`` for what SGLang, the model or this machine refuses."""
-    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     from sglang_tiered.integration.cpu import memory
 
-    complete(server_args)
-    settings = resolving_view(server_args)
-    check_model(settings, config)
-    if settings.device == "cpu":
-        needed = memory.working_set(settings, config.host_bytes)
-        there = memory.allocatable_bytes() - (config.nvme.memory_bytes if config.nvme else 0)
-        memory.check_memory(needed, max(0, there))
-    if config.mode is TierMode.OFF:
-        return settings, config
-    return settings, shards.of_settings(settings).put_into(config)
-
-
-def complete(server_args: Any) -> None:
-    """Let SGLang judge the command line; what it refuses is one sentence too."""
     try:
         server_args.resolve_once()
     except (AssertionError, NotImplementedError, OSError, TypeError, ValueError) as error:
@@ -181,10 +161,19 @@ def complete(server_args: Any) -> None:
             f"SGLang refuses these arguments: {text.rstrip('.')} "
             f"({Path(where.filename).name}:{where.lineno})."
         ) from error
+    settings = resolving_view(server_args)
+    is_off = config.mode is TierMode.OFF
+    for sentence in () if is_off else refusals(settings, config, model_config_of(settings)):
+        raise ConfigError(sentence)
+    if settings.device == "cpu":
+        needed = memory.working_set(settings, config.host_bytes)
+        there = memory.allocatable_bytes() - (config.nvme.memory_bytes if config.nvme else 0)
+        memory.check_memory(needed, max(0, there))
+    return settings, config if is_off else shards.of_settings(settings).put_into(config)
 
 
-def _page_hash_problem() -> str | None:
-    """Build SGLang's page hash extension now, or say why it cannot be built.
+def _build_page_hash() -> None:
+    """Build SGLang's page hash extension now. Raises ``ConfigError`` where it cannot be built.
 
     SGLang builds it at the first prefill, where it would stall a request for seconds, and where
     a missing compiler would end the scheduler.
@@ -193,94 +182,59 @@ def _page_hash_problem() -> str | None:
 
     try:
         get_hash_str([0], page_size=1)
-    except Exception as error:
-        # Whatever the build tools raised: the server can run without this tier.
-        return textwrap.shorten(str(error.__cause__ or error), width=100, placeholder=" ...")
-    return None
-
-
-def check_model(server_args: Any, config: TieredConfig) -> None:
-    """Raise ``ConfigError`` for a model or flags that leave nothing to tier. Call it before a model
-    is loaded. ``server_args`` is SGLang's resolved view.
-
-    Everything HiCache serves is served. What it does not serve would run silently without tiers,
-    which the operator who asked for them would not notice.
-    """
-    if config.mode is TierMode.OFF:
-        return
-    from sglang.srt.arg_groups.overrides import model_config_of
-
-    _check_is_cached(
-        architecture=model_config_of(server_args).hf_config.architectures[0],
-        # A decode server of a disaggregated pair has no radix cache by default, and that is fine.
-        has_radix_cache=(
-            not server_args.disable_radix_cache or server_args.disaggregation_mode == "decode"
-        ),
-        is_hybrid_swa=model_config_of(server_args).is_hybrid_swa,
-        full_attention_layers=model_config_of(server_args).full_attention_layer_ids,
-    )
-    if config.nvme is not None and config.nvme.checkpoint_tokens is not None:
-        _check_checkpoints(server_args, is_hybrid_swa=model_config_of(server_args).is_hybrid_swa)
-    _check_workers(server_args.tokenizer_worker_num)
-    _check_rows_by_slot(server_args)
-
-
-def _check_is_cached(
-    *,
-    architecture: str,
-    has_radix_cache: bool,
-    is_hybrid_swa: bool,
-    full_attention_layers: list[int] | None,
-) -> None:
-    if not has_radix_cache:
+    except Exception as error:  # whatever the build tools raised
+        why = textwrap.shorten(str(error.__cause__ or error), width=100, placeholder=" ...")
         raise ConfigError(
+            f"SGLang's page hash extension cannot be built ({why}), and the tiers below host "
+            "memory name pages with it; install a C++ compiler and the headers of OpenSSL and "
+            "Python (Debian: apt-get install g++ libssl-dev python3-dev), or pass --tier-mode host."
+        ) from error
+
+
+def refusals(server_args: Any, config: TieredConfig, model: Any) -> Iterator[str]:
+    """Yield why a model or flags would run without tiers, which the operator who asked for them
+    would not notice, or answer wrongly. Everything HiCache serves is served. ``server_args`` is
+    SGLang's resolved view, ``model`` its ``ModelConfig``."""
+    architecture, is_hybrid_swa = model.hf_config.architectures[0], model.is_hybrid_swa
+    # A decode server of a disaggregated pair has no radix cache by default, and that is fine.
+    if server_args.disable_radix_cache and server_args.disaggregation_mode != "decode":
+        yield (
             f"SGLang turns its radix cache off for {architecture} under these flags, and the "
             "tiers hold what the radix cache does; pass --tier-mode off."
         )
-    if is_hybrid_swa and full_attention_layers is not None and not full_attention_layers:
-        raise ConfigError(
+    if is_hybrid_swa and model.full_attention_layer_ids == []:
+        yield (
             f"every layer of {architecture} has a sliding window, and SGLang caches such a model "
             "in device memory only; pass --tier-mode off."
         )
-
-
-def _check_checkpoints(server_args: Any, *, is_hybrid_swa: bool) -> None:
-    """Their trees would drop a window that is in use, or take a draft's row for the answer's."""
-    for reason, is_so in (
-        ("a sliding window", is_hybrid_swa),
-        ("--speculative-algorithm", server_args.speculative_algorithm is not None),
-        ("--strip-thinking-cache", server_args.strip_thinking_cache),
-        ("--pp-size", server_args.pp_size > 1),
-        (
-            f"--hicache-write-policy {server_args.hicache_write_policy}",
-            server_args.hicache_write_policy != "write_through",
-        ),
-    ):
-        if is_so:
-            raise ConfigError(
-                f"--tier-checkpoint-tokens keeps nothing of a running answer with {reason}; drop "
-                "either."
-            )
-
-
-def _check_rows_by_slot(server_args: Any) -> None:
-    """SGLang keeps these rows beside the KV, by device slot. A prefix that comes back from host
-    memory or NVMe gets other slots, with the rows of another prompt, and so does whoever finds it
-    on the device afterwards."""
+    if config.nvme is not None and config.nvme.checkpoint_tokens is not None:
+        policy = server_args.hicache_write_policy
+        # Their trees would drop a window that is in use, or take a draft's row for the answer's.
+        for reason, is_so in (
+            ("a sliding window", is_hybrid_swa),
+            ("--speculative-algorithm", server_args.speculative_algorithm is not None),
+            ("--strip-thinking-cache", server_args.strip_thinking_cache),
+            ("--pp-size", server_args.pp_size > 1),
+            (f"--hicache-write-policy {policy}", policy != "write_through"),
+        ):
+            if is_so:
+                yield (
+                    f"--tier-checkpoint-tokens keeps nothing of a running answer with {reason}; "
+                    "drop either."
+                )
+    if server_args.tokenizer_worker_num > 1:
+        yield (
+            f"--tokenizer-worker-num {server_args.tokenizer_worker_num} leaves the server without "
+            "the /tier calls, ids of conversations and checks of image hashes, because SGLang's "
+            "tokenizer workers load no plugins; drop it, or pass --tier-mode off."
+        )
+    # SGLang keeps these rows beside the KV, by device slot. A prefix that comes back from host
+    # memory or NVMe gets other slots, with the rows of another prompt, and so does whoever finds it
+    # on the device afterwards.
     for name in ("enable_return_routed_experts", "enable_return_indexer_topk"):
         if getattr(server_args, name):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(
-                f"{flag} would answer with rows of other prompts where a prefix comes from a "
-                "tier, because SGLang keeps them by place in device memory only; drop it, or pass "
-                "--tier-mode off."
+            yield (
+                f"--{name.replace('_', '-')} would answer with rows of other prompts where a "
+                "prefix comes from a tier, because SGLang keeps them by place in device memory "
+                "only; drop it, or pass --tier-mode off."
             )
-
-
-def _check_workers(num_workers: int) -> None:
-    if num_workers > 1:
-        raise ConfigError(
-            f"--tokenizer-worker-num {num_workers} leaves the server without the /tier calls, ids "
-            "of conversations and checks of image hashes, because SGLang's tokenizer workers load "
-            "no plugins; drop it, or pass --tier-mode off."
-        )

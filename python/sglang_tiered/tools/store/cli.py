@@ -18,7 +18,7 @@ from sglang_tiered.storage.region.format import parse_region_name
 from sglang_tiered.tools.terminal import Parser, run_program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["main", "make_parser"]
 
@@ -50,19 +50,19 @@ holds the lock. "superseded" pages were stored again later, "purged" ones, with 
 forgotten one by one, are never served; "used" is payload over disk space. A tenant is
 a digest of its names. "tokens" are those that a lookup can hit, where the server that
 stored them noted how many a page holds; the ranks of one server hold the same ones.
-"ratio" is what a codec makes of pages "in memory". All three are told by the lengths
+"ratio" is how many bytes in memory a codec keeps in one. Both are told by the lengths
 of pages: "-" where pages of several lengths were encoded.
 
 Reads headers and footers, and the one region being written. Payloads of sealed
 regions are checked by verify.
 
-Of a URL: pages, bytes and age by namespace, from listings alone; tokens with
---tier-dir, as above.
+Of a URL: pages, bytes and age by namespace, from listings and what says which pages are
+erased; tokens with --tier-dir, as above.
 """
 _VERIFY = """\
-Reads everything and checks it: region headers, trailers, footers against the extent
-headers, every page against its checksum, and what says which pages are erased or
-pinned. Bypasses the page cache, or drops from it what was read. A bar with the speed
+As stat, and reads everything and checks it: region headers, trailers, footers against
+the extent headers, every page against its checksum, and what says which pages are
+erased or pinned. Bypasses the page cache, or drops from it what was read. A bar with the speed
 shows on a terminal.
 
 What a server is writing at the moment, or a crash cut short, is a note, not damage. A
@@ -111,7 +111,21 @@ def _run(arguments: Sequence[str] | None) -> int:
         options.place = Path(options.place).absolute().as_uri()
     options.directory = Path(options.place)
     is_bucket = _URL.match(options.place) is not None
-    return _command(options.command, is_bucket=is_bucket)(options)
+    if is_bucket and options.command == "dump":
+        raise ConfigError("dump is for a directory of the NVMe tier; a URL has stat, verify, gc.")
+    if not is_bucket and options.command == "gc":
+        raise ConfigError(
+            "gc is for the URL of an object tier; a server of a directory of the NVMe tier gives "
+            "back pages of no use itself."
+        )
+    # Imported late: --help and a mistyped flag need neither the engine nor its dependencies.
+    if is_bucket:
+        from sglang_tiered.tools.store import bucket
+
+        return bucket.run(options)
+    from sglang_tiered.tools.store import dump, shards
+
+    return dump.run(options) if options.command == "dump" else shards.run(options)
 
 
 def _is_bucket(directory: Path) -> bool:
@@ -119,24 +133,6 @@ def _is_bucket(directory: Path) -> bool:
     with contextlib.suppress(OSError):
         return any(_NAMESPACE.fullmatch(name) for name in os.listdir(directory / ROOT))
     return False
-
-
-def _command(name: str, *, is_bucket: bool) -> Callable[[argparse.Namespace], int]:
-    # Imported late: --help and a mistyped flag need neither the engine nor its dependencies.
-    if is_bucket and name != "dump":
-        from sglang_tiered.tools.store import bucket
-
-        return {"stat": bucket.stat, "verify": bucket.verify, "gc": bucket.gc}[name]
-    if is_bucket:
-        raise ConfigError("dump is for a directory of the NVMe tier; a URL has stat, verify, gc.")
-    if name == "gc":
-        raise ConfigError(
-            "gc is for the URL of an object tier; a server of a directory of the NVMe tier gives "
-            "back pages of no use itself."
-        )
-    from sglang_tiered.tools.store import dump, stat, verify
-
-    return {"stat": stat.run, "verify": verify.run, "dump": dump.run}[name]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -178,7 +174,6 @@ def make_parser() -> argparse.ArgumentParser:
             default=min(4, os.cpu_count() or 1),
             help="regions read at a time (default: %(default)s)",
         )
-    for command in (verify, dump):
         command.add_argument(
             "--region",
             metavar="N",

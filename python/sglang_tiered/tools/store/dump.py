@@ -2,46 +2,45 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.storage.encoding import page_alone
 from sglang_tiered.storage.region.device import aligned_buffer
-from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
+from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, region_name
 from sglang_tiered.storage.region.walk import read_run
 from sglang_tiered.tools.store.report import problem_json, problem_text
-from sglang_tiered.tools.store.scan import ShardReader, check_regions
+from sglang_tiered.tools.store.scan import open_shards
 from sglang_tiered.tools.store.target import resolve
-from sglang_tiered.tools.terminal import note, print_lines
+from sglang_tiered.tools.terminal import note
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from sglang_tiered.tools.store.scan import ScannedRegion
+    from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader
     from sglang_tiered.tools.store.target import StoreTarget
 
 __all__ = ["run"]
 
-_HEADER = "shard region extent offset length checksum key namespace"
-
 
 class _DumpedPage(NamedTuple):
-    """Describes one page. The order of the fields is that of the columns."""
+    """Describes one page. The order of the fields is that of the columns; digits are
+    hexadecimal."""
 
     shard: str
     region: int
     extent: int
     offset: int
     length: int
-    checksum: int
-    key: bytes
-    namespace: bytes
+    checksum: str
+    key: str
+    namespace: str
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,69 +49,58 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.extract is not None and (arguments.json or arguments.keys):
         raise ConfigError("--extract writes one page to a file; drop --json and --keys")
     target = resolve(arguments.directory)
-    check_regions(target, arguments.region)
+    readers = open_shards(target, arguments.region)
     if arguments.extract is not None:
-        return _extract(target, arguments)
+        return _extract(target, readers, arguments)
     if not arguments.json:
-        print_lines([_HEADER])
+        print(" ".join(_DumpedPage._fields))
     num_problems = 0
-    for shard in target.shards:
-        with ShardReader(shard, arguments.region) as reader:
-            for view in reader.views(full=False, jobs=arguments.jobs):
-                entries = _entries(
-                    shard.name, view, arguments.keys or "", arguments.namespace or ""
-                )
-                lines = [_json_line(e) if arguments.json else _line(e) for e in entries]
-                if lines:
-                    print("\n".join(lines))
-                num_problems += len(view.problems)
-                for problem in view.problems:
-                    note(problem_text(problem_json(shard.name, problem, view)))
+    for reader in readers:
+        for view in reader.views(full=False, jobs=arguments.jobs):
+            for entry in _entries(reader, view, arguments.keys or "", arguments.namespace or ""):
+                shown = json.dumps(entry._asdict()) if arguments.json else None
+                print(shown or " ".join(map(str, entry)))
+            num_problems += len(view.problems)
+            for problem in view.problems:
+                note(problem_text(problem_json(reader.shard.name, problem, view)))
     return 1 if num_problems else 0
 
 
-def _entries(shard: str, view: ScannedRegion, keys: str, namespace: str) -> Iterator[_DumpedPage]:
+def _entries(
+    reader: ShardReader, view: ScannedRegion, keys: str, namespace: str
+) -> Iterator[_DumpedPage]:
     """Yield the pages of a region whose key and namespace begin with these hexadecimal digits."""
     for ordinal, extent in enumerate(view.contents.each()):
         if not extent.namespace.hex().startswith(namespace):
             continue
+        place = reader.shard.name, view.sequence, ordinal
         columns = (extent.pages[name].tolist() for name in ("length", "checksum", "key"))
         pages = zip(extent.page_offsets().tolist(), *columns, strict=True)
-        for page in pages:
-            if page[-1].hex().startswith(keys):
-                yield _DumpedPage._make((shard, view.sequence, ordinal, *page, extent.namespace))
+        for offset, length, checksum, key in pages:
+            if key.hex().startswith(keys):
+                digits = f"{checksum:016x}", key.hex(), extent.namespace.hex()
+                yield _DumpedPage(*place, offset, length, *digits)
 
 
-def _line(entry: _DumpedPage) -> str:
-    *place, checksum, key, namespace = entry
-    fields = [*map(str, place), f"{checksum:016x}", key.hex(), namespace.hex()]
-    return " ".join(fields)
-
-
-def _json_line(entry: _DumpedPage) -> str:
-    fields: dict[str, Any] = entry._asdict()
-    fields["checksum"] = f"{entry.checksum:016x}"
-    fields["key"], fields["namespace"] = entry.key.hex(), entry.namespace.hex()
-    return json.dumps(fields)
-
-
-def _extract(target: StoreTarget, arguments: argparse.Namespace) -> int:
-    if os.path.lexists(arguments.output):
-        raise ConfigError(f"--output {arguments.output} exists; pass a name that does not")
+def _extract(
+    target: StoreTarget, readers: Sequence[ShardReader], arguments: argparse.Namespace
+) -> int:
     found: list[_DumpedPage] = []
-    for shard in target.shards:
-        with ShardReader(shard, arguments.region) as reader:
-            for view in reader.views(full=False, jobs=arguments.jobs):
-                found += _entries(shard.name, view, arguments.extract, arguments.namespace or "")
+    for reader in readers:
+        for view in reader.views(full=False, jobs=arguments.jobs):
+            found += _entries(reader, view, arguments.extract, arguments.namespace or "")
     entry = _newest(found, target, arguments.extract)
-    stored = _read(target, entry)
+    stored = _read(next(one for one in readers if one.shard.name == entry.shard), entry)
     where = f"{entry.shard}, region {entry.region}, offset {entry.offset}"
     if stored is None:
-        note(f"page {entry.key.hex()} ({where}) does not match its checksum; nothing was written")
+        note(f"page {entry.key} ({where}) does not match its checksum; nothing was written")
         return 1
-    page, remark = _decoded(stored)
+    page, codec = page_alone(stored)  # as it is in memory, where the store knows that
+    remark = "" if page is stored else f", decoded from {stored.nbytes} bytes"
+    if codec is not None:
+        remark = f", as stored: encoded by {codec}, which takes the model's layout to decode"
     _write(arguments.output, page)
-    note(f"{page.nbytes} bytes of page {entry.key.hex()} ({where}) verified and written{remark}")
+    note(f"{page.nbytes} bytes of page {entry.key} ({where}) verified and written{remark}")
     return 0
 
 
@@ -123,68 +111,49 @@ def _newest(found: list[_DumpedPage], target: StoreTarget, wanted: str) -> _Dump
             f"no page in {target.path} has a key that begins with {wanted}; "
             "dump without --extract lists what is stored"
         )
-    for what, values, way_out in (
-        ("key", {e.key.hex() for e in found}, "pass more digits"),
-        ("shard", {e.shard for e in found}, "pass one of them as DIR"),
-        ("namespace", {e.namespace.hex() for e in found}, "pass --namespace"),
-    ):
-        if len(values) > 1:
-            listed = ", ".join(sorted(values)[:3])
-            raise StoreError(
-                f"--extract {wanted} means pages of {len(values)} {what}s ({listed}); {way_out}"
-            )
+    meant = {(entry.key, entry.namespace, entry.shard) for entry in found}
+    if len(meant) > 1:
+        raise StoreError(
+            f"--extract {wanted} means {len(meant)} pages, which dump --keys {wanted} lists; pass "
+            "more digits, --namespace, or one shard as PLACE"
+        )
     return max(found, key=lambda entry: (entry.region, entry.offset))
 
 
-def _decoded(stored: memoryview) -> tuple[memoryview, str]:
-    """Return a page as it is in memory, where the store knows that, and what to say of it."""
-    page, codec = page_alone(stored)
-    if codec is not None:
-        return page, f", as stored: encoded by {codec}, which takes the model's layout to decode"
-    return page, "" if page is stored else f", decoded from {stored.nbytes} bytes"
-
-
-def _read(target: StoreTarget, entry: _DumpedPage) -> memoryview | None:
+def _read(reader: ShardReader, entry: _DumpedPage) -> memoryview | None:
     """Return the bytes of a page as stored; ``None`` when they do not verify."""
-    shard = next(shard for shard in target.shards if shard.name == entry.shard)
-    with ShardReader(shard, entry.region) as reader:
-        try:
-            fd = reader.device.open(reader.regions[0])
-        except (IndexError, FileNotFoundError):
-            raise StoreError(
-                f"region {entry.region} of {shard.path} was reclaimed while this ran; try again"
-            ) from None
-        buffer = aligned_buffer(max(padded(entry.length), BLOCK_BYTES))
-        try:
-            if not read_run(reader.device, fd, buffer, entry.offset):
-                return None
-        except OSError as error:
-            raise StoreError(
-                f"the page at {entry.offset} of region {entry.region} of {shard.path} cannot be "
-                f"read ({error.strerror}); check the disk"
-            ) from error
-        finally:
-            reader.device.close(fd)
+    region = f"region {entry.region} of {reader.shard}"
+    try:
+        fd = reader.device.open(region_name(entry.region))
+    except FileNotFoundError:
+        raise StoreError(f"{region} was reclaimed while this ran; try again") from None
+    buffer = aligned_buffer(max(padded(entry.length), BLOCK_BYTES))
+    try:
+        if not read_run(reader.device, fd, buffer, entry.offset):
+            return None
+    except OSError as error:
+        raise StoreError(
+            f"the page at {entry.offset} of {region} cannot be read ({error.strerror}); check the "
+            "disk"
+        ) from error
+    finally:
+        reader.device.close(fd)
     page = buffer[: entry.length]
-    if page_checksum(entry.namespace, entry.key, [page]) != entry.checksum:
-        return None
-    return page
+    names = bytes.fromhex(entry.namespace), bytes.fromhex(entry.key)
+    return page if f"{page_checksum(*names, [page]):016x}" == entry.checksum else None
 
 
 def _write(path: Path, data: memoryview) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    """Only to a new file: ``x`` follows no link either."""
+    is_there = False
     try:
-        fd = os.open(path, flags, 0o600)
-    except OSError as error:
-        way_out = "pass a name that does not" if error.errno == errno.EEXIST else "pass another"
-        raise ConfigError(
-            f"--output {path} cannot be written ({error.strerror}); {way_out}"
-        ) from error
-    try:
-        with open(fd, "wb") as file:
+        with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
+            is_there = True
             file.write(data)
     except OSError as error:
-        path.unlink(missing_ok=True)
+        if is_there:
+            path.unlink(missing_ok=True)
         raise ConfigError(
-            f"--output {path} cannot be written ({error.strerror}); pass another"
+            f"--output {path} cannot be written ({error.strerror}); pass a name that does not "
+            "exist, in a folder with room for it"
         ) from error

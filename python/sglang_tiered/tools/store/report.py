@@ -1,38 +1,41 @@
-"""Prints what the tools report on stores: ages, holders, findings, and what it all comes to."""
+"""Prints what the tools report on stores: tables of entries, findings, and what it all comes to."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import format_bytes
-from sglang_tiered.tools.store.target import Holder
-from sglang_tiered.tools.terminal import write_json
+from sglang_tiered.tools.terminal import print_lines, print_table, write_json
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from sglang_tiered.storage.region.walk import Problem
     from sglang_tiered.tools.store.scan import ScannedRegion
-    from sglang_tiered.tools.store.target import StoreTarget
+
+    Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
+    """By title the field, and how its value is written."""
 
 __all__ = [
     "MAX_LISTED",
-    "age_text",
-    "describe",
+    "age",
+    "digest",
     "finish",
-    "holder_json",
-    "listed",
-    "number_text",
+    "number",
+    "print_damage",
+    "print_entries",
+    "print_verdict",
     "problem_json",
     "problem_text",
+    "share",
+    "size",
     "speed",
-    "verdict",
-    "with_total",
 ]
 
 MAX_LISTED = 50
-"""So many findings of one kind are listed in a table for people; JSON has them all."""
+"""So many of one kind are listed in a table for people; JSON has them all."""
 
 
 def finish(
@@ -46,19 +49,42 @@ def finish(
     return 0 if report.get("ok", True) else 1
 
 
-def listed(texts: Sequence[str], what: str = "") -> list[str]:
-    """Return the lines of the first findings, and one that says how many more there are."""
-    more = len(texts) - MAX_LISTED
-    rest = [f"and {more:,} more; --json lists all"] if more > 0 else []
-    return [what + text for text in (*texts[:MAX_LISTED], *rest)]
+def print_entries(
+    entries: Sequence[dict[str, Any]],
+    columns: Columns,
+    total: dict[str, Any] | None = None,
+) -> None:
+    """Print a table of entries, and their total where there is not just one. The first column
+    names an entry."""
+    rows = [
+        [text(entry[field]) for field, text in columns.values()] for entry in entries[:MAX_LISTED]
+    ]
+    if total is not None and len(entries) != 1:
+        _, *others = columns.values()
+        rows.append(["total", *(text(total[field]) for field, text in others)])
+    print_table([*columns], rows)
+    print_lines([""])
 
 
-def with_total(
-    entries: Sequence[dict[str, Any]], total: dict[str, Any], field: str = "name"
-) -> list[dict[str, Any]]:
-    """Return the rows of a table, and their total where there is not just one."""
-    rows = list(entries[:MAX_LISTED] if field == "namespace" else entries)
-    return rows if len(entries) == 1 else [*rows, {field: "total", **total}]
+def digest(value: str) -> str:
+    """Write as much of a digest as tells it from others."""
+    return value[:16] if int(value, 16) else "none"
+
+
+def number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def size(value: int | None) -> str:
+    return "-" if value is None else format_bytes(value)
+
+
+def age(seconds: float | None) -> str:
+    return "-" if seconds is None else str(timedelta(seconds=int(seconds)))
 
 
 def speed(nbytes: int, seconds: float) -> dict[str, float]:
@@ -66,54 +92,29 @@ def speed(nbytes: int, seconds: float) -> dict[str, float]:
     return {"bytes_read": nbytes, "seconds": seconds, "mb_per_s": rate}
 
 
-def verdict(report: dict[str, Any], damage: str, requests: str = "") -> list[str]:
-    """Return the last lines of what was verified."""
+def print_damage(problems: Sequence[str], notes: Sequence[str]) -> None:
+    """Print the first findings, how many more there are, and what is to be noted."""
+    more = len(problems) - MAX_LISTED
+    rest = [f"and {more:,} more; --json lists all"] if more > 0 else []
+    print_lines(f"damage: {text}" for text in (*problems[:MAX_LISTED], *rest))
+    print_lines(f"note: {text}" for text in notes)
+
+
+def print_verdict(report: dict[str, Any], damage: str) -> None:
+    """Print the last lines of what was verified."""
     took = (
-        f"read {format_bytes(report['bytes_read'])} in {report['seconds']:.1f} s{requests}, "
+        f"read {format_bytes(report['bytes_read'])} in {report['seconds']:.1f} s, "
         f"{report['mb_per_s']:,.0f} MB/s"
     )
     if report["ok"]:
-        return [f"fine: all {report['total']['pages']:,} pages verify; {took}"]
-    return [
-        f"damaged: {damage}; {took}",
-        "a server never serves a damaged page: it is a miss, and computed again",
-    ]
-
-
-def number_text(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
-
-
-def age_text(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    seconds = int(seconds)
-    for size, unit, smaller_size, smaller in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "m"),
-        (60, "m", 1, "s"),
-    ):
-        if seconds >= size:
-            return f"{seconds // size}{unit} {seconds % size // smaller_size}{smaller}"
-    return f"{seconds}s"
-
-
-def describe(
-    target: StoreTarget, holder: Holder, shards: Sequence[dict[str, Any]] = ()
-) -> list[str]:
-    """Return the lines before a table: what DIR is, and who uses it and each shard."""
-    if target.is_tier:
-        version = "format unknown" if target.manifest is None else f"format {target.manifest}"
-        lines = [f"{target.path}: tier directory, {version}, {holder}"]
-    else:
-        lines = [f"{target.path}: shard directory"]
-    for shard in shards:
-        lines.append(f"{shard['name']}: {Holder(**shard['lock'])}")
-    return [*lines, ""]
-
-
-def holder_json(holder: Holder) -> dict[str, Any]:
-    return {"held": holder.held, "pid": holder.pid}
+        print_lines([f"fine: all {report['total']['pages']:,} pages verify; {took}"])
+        return
+    print_lines(
+        [
+            f"damaged: {damage}; {took}",
+            "a server never serves a damaged page: it is a miss, and computed again",
+        ]
+    )
 
 
 def problem_json(
@@ -136,7 +137,6 @@ def problem_json(
 
 def problem_text(problem: dict[str, Any]) -> str:
     """Return one line for one entry of ``problem_json``."""
-    where = f"{problem['shard']}/{problem['file']}"
     part = problem["part"]
     if part == "page":
         part = f"page {problem['key'][:16]} of extent {problem['extent']}"
@@ -145,4 +145,4 @@ def problem_text(problem: dict[str, Any]) -> str:
     place = "" if problem["part"] == "file" else f" at {problem['offset']}"
     if place and problem["length"]:
         place += f" ({problem['length']} bytes)"
-    return f"{where}: {part}{place} {problem['problem']}"
+    return f"{problem['shard']}/{problem['file']}: {part}{place} {problem['problem']}"

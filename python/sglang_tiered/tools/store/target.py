@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.errors import StoreError, StoreFormatError
+from sglang_tiered.storage.filesystem import regular
 from sglang_tiered.storage.region.directory import DirectoryState, inspect, manifest_version
 from sglang_tiered.storage.region.files import (
     ERASED_NAME,
@@ -28,7 +28,7 @@ from sglang_tiered.storage.region.format import parse_region_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Holder", "Shard", "StoreTarget", "find_holder", "resolve"]
+__all__ = ["Holder", "StoreTarget", "find_holder", "resolve"]
 
 _LOCKS = Path("/proc/locks")
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -56,42 +56,24 @@ class Holder(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shard:
-    name: str
-    path: Path
-
-    def holder(self) -> Holder:
-        return find_holder(self.path)
-
-
-@dataclass(frozen=True)
 class StoreTarget:
     """Describes DIR. ``manifest`` is the format version it states; ``None`` without a valid one."""
 
     path: Path
     is_tier: bool
-    shards: Sequence[Shard]
+    shards: Sequence[Path]
     manifest: int | None = None
     notes: list[str] = field(default_factory=list)
-
-    def holder(self) -> Holder:
-        return find_holder(self.path)
 
 
 def resolve(path: Path) -> StoreTarget:
     """Find out what DIR is. Raises ``StoreError`` and its kinds for what cannot be read."""
     try:
         names = os.listdir(path)
-    except FileNotFoundError:
-        raise StoreError(f"{path} does not exist; {_WAY_OUT}") from None
-    except NotADirectoryError:
-        raise StoreError(f"{path} is not a directory; {_WAY_OUT}") from None
     except OSError as error:
-        raise StoreError(
-            f"{path} cannot be read ({error.strerror}); fix its permissions or {_WAY_OUT}"
-        ) from error
+        raise StoreError(f"{path} cannot be read ({error.strerror}); {_WAY_OUT}") from error
     if _is_shard(path, names):
-        return StoreTarget(path, False, [Shard(path.resolve().name, path)])
+        return StoreTarget(path, False, [path.resolve()])
     try:
         state = inspect(path)
     except StoreFormatError:
@@ -103,21 +85,13 @@ def resolve(path: Path) -> StoreTarget:
     if state in (DirectoryState.ABSENT, DirectoryState.EMPTY):
         raise StoreError(f"{path} is empty; {_WAY_OUT}")
     notes = []
-    manifest = None
-    if state is DirectoryState.OURS:
-        manifest = manifest_version(path)
-    else:
+    if state is not DirectoryState.OURS:
         notes.append(
             f"{MANIFEST_NAME} is missing or does not verify; the next server start writes it again"
         )
-    shards = []
-    for name in sorted(name for name in names if name.startswith(SHARD_PREFIX)):
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISDIR((path / name).lstat().st_mode):
-                shards.append(Shard(name, path / name))
-            else:
-                notes.append(f"{name!a} is not a directory and is left alone")
-    return StoreTarget(path, True, shards, manifest, notes)
+    named = [path / name for name in sorted(names) if name.startswith(SHARD_PREFIX)]
+    shards = [shard for shard in named if shard.is_dir() and not shard.is_symlink()]
+    return StoreTarget(path, True, shards, manifest_version(path), notes)
 
 
 def _is_shard(path: Path, names: Sequence[str]) -> bool:
@@ -132,19 +106,14 @@ def find_holder(directory: Path) -> Holder:
     """Return who holds ``directory/LOCK``."""
     file = directory / LOCK_NAME
     try:
-        if not stat.S_ISREG(file.lstat().st_mode):
-            return Holder(False, None)
         fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(regular(fd, file.name), "rb") as lock:
+            inode, devices = os.fstat(fd).st_ino, _devices(fd)
+            text = lock.read(32).strip()
     except FileNotFoundError:
         return Holder(False, None)
     except OSError:
         return Holder(None, None)
-    try:
-        status = os.fstat(fd)
-        devices = {_numbers(status.st_dev), _filesystem_device(fd)}
-        text = os.pread(fd, 32, 0).strip()
-    finally:
-        os.close(fd)
     last = int(text) if text.isdigit() else None
     try:
         lines = _LOCKS.read_text().splitlines()
@@ -155,25 +124,22 @@ def find_holder(directory: Path) -> Holder:
         fields = line.split()
         if len(fields) < 6 or fields[1] != "FLOCK":
             continue
-        major, minor, inode = fields[5].split(":")
-        if int(inode) == status.st_ino and (int(major, 16), int(minor, 16)) in devices:
+        major, minor, number = fields[5].split(":")
+        # Fresh disks give their first files the same numbers.
+        if int(number) == inode and f"{int(major, 16)}:{int(minor, 16)}" in devices:
             pid = int(fields[4])
             return Holder(True, pid if pid > 0 else last)
     return Holder(False, last)
 
 
-def _numbers(device: int) -> tuple[int, int]:
-    return os.major(device), os.minor(device)
-
-
-def _filesystem_device(fd: int) -> tuple[int, int] | None:
-    """Return the device as the kernel lists it, which differs on filesystems with volumes."""
-    with contextlib.suppress(OSError, ValueError):
+def _devices(fd: int) -> set[str]:
+    """Return the numbers that the kernel may list a file's device by: that of the file, and that of
+    its mount, which is another one on filesystems with volumes."""
+    device = os.fstat(fd).st_dev
+    found = {f"{os.major(device)}:{os.minor(device)}"}
+    with contextlib.suppress(OSError):
         information = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
-        mount = next(line.split()[1] for line in information if line.startswith("mnt_id:"))
-        for line in _MOUNTS.read_text(errors="replace").splitlines():
-            fields = line.split()
-            if fields[0] == mount:
-                major, minor = fields[2].split(":")
-                return int(major), int(minor)
-    return None
+        mounts = [line.split()[1] for line in information if line.startswith("mnt_id:")]
+        rows = map(str.split, _MOUNTS.read_text(errors="replace").splitlines())
+        found.update(row[2] for row in rows if row[0] in mounts)
+    return found

@@ -18,8 +18,6 @@ from sglang.srt.managers.schedule_batch import (
 )
 
 from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
-from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration.launch import start
 
 OF_ANOTHER = 0x1234
 VOCABULARY = 128
@@ -145,10 +143,3 @@ def test_batch_with_one_placeholder_token_is_refused(configure: Configure) -> No
     work = tokenizer_manager.TokenizerManager._batch_tokenize_and_process(manager, 2, batch)
     with pytest.raises(ValueError, match=f"input_ids holds {stand_in()}, which is not a token"):
         asyncio.run(work)
-
-
-def test_many_tokenizer_workers_are_refused() -> None:
-    """They load no plugins, whatever the model: no routes, and no checks of what clients send."""
-    with pytest.raises(ConfigError, match="--tokenizer-worker-num 2 leaves the server without"):
-        start._check_workers(2)
-    start._check_workers(1)

@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.cpu.platform import ReferenceCpuPlatform
 from sglang_tiered.integration.launch import start
 
-SERVED: dict[str, Any] = {
-    "architecture": "LlamaForCausalLM",
-    "has_radix_cache": True,
-    "is_hybrid_swa": False,
-    "full_attention_layers": None,
+SERVED = {
+    "disable_radix_cache": False,
+    "disaggregation_mode": "null",
+    "tokenizer_worker_num": 1,
+    "enable_return_routed_experts": False,
+    "enable_return_indexer_topk": False,
+    "speculative_algorithm": None,
+    "strip_thinking_cache": False,
+    "pp_size": 1,
+    "hicache_write_policy": "write_through",
 }
+MODEL = {"is_hybrid_swa": False, "full_attention_layer_ids": None}
+
+
+def refusals(change: dict[str, Any], *, checkpoint_tokens: int | None = None) -> list[str]:
+    """Why a server of a model would be refused. ``change`` is of either's settings."""
+    given = SimpleNamespace(**{name: change.get(name, value) for name, value in SERVED.items()})
+    model = SimpleNamespace(**{name: change.get(name, value) for name, value in MODEL.items()})
+    model.hf_config = SimpleNamespace(architectures=["LlamaForCausalLM"])
+    sizes = {"capacity_bytes": 64 * MiB, "region_bytes": 4 * MiB}
+    nvme = NvmeConfig(directory="/kv", checkpoint_tokens=checkpoint_tokens, **sizes)
+    return [*start.refusals(given, TieredConfig(mode=TierMode.NVME, nvme=nvme), model)]
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"has_radix_cache": False}, "turns its radix cache off for LlamaForCausalLM"),
-        ({"is_hybrid_swa": True, "full_attention_layers": []}, "every layer of LlamaForCausalLM"),
+        ({"disable_radix_cache": True}, "turns its radix cache off for LlamaForCausalLM"),
+        (
+            {"is_hybrid_swa": True, "full_attention_layer_ids": []},
+            "every layer of Llama",
+        ),
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num 2 .*/tier calls.* image hashes"),
     ],
 )
-def test_model_that_would_run_without_tiers_is_refused(
-    change: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ConfigError, match=sentence) as caught:
-        start._check_is_cached(**{**SERVED, **change})
-    message = str(caught.value)
+def test_what_would_run_without_tiers_is_refused(change: dict[str, Any], sentence: str) -> None:
+    (message,) = refusals(change)
+    assert re.search(sentence, message)
     assert message.endswith("pass --tier-mode off.") and "\n" not in message
+    assert not refusals({"disable_radix_cache": True, "disaggregation_mode": "decode"})
 
 
 @pytest.mark.parametrize(
@@ -42,17 +62,15 @@ def test_model_that_would_run_without_tiers_is_refused(
         ({"strip_thinking_cache": True}, "--strip-thinking-cache"),
         ({"pp_size": 2}, "--pp-size"),
         ({"hicache_write_policy": "write_back"}, "--hicache-write-policy write_back"),
-        ({}, "a sliding window"),
+        ({"is_hybrid_swa": True}, "a sliding window"),
     ],
 )
 def test_checkpoints_that_would_keep_nothing_are_refused(
     change: dict[str, Any], reason: str
 ) -> None:
-    plain = {"speculative_algorithm": None, "strip_thinking_cache": False, "pp_size": 1}
-    plain["hicache_write_policy"] = "write_through"
-    given = SimpleNamespace(**{**plain, **change})
-    with pytest.raises(ConfigError, match=f"--tier-checkpoint-tokens .* with {reason}; drop"):
-        start._check_checkpoints(given, is_hybrid_swa=not change)
+    assert not refusals(change)
+    (message,) = refusals(change, checkpoint_tokens=64)
+    assert "--tier-checkpoint-tokens" in message and f"with {reason}; drop" in message
 
 
 @pytest.mark.parametrize(
@@ -68,7 +86,5 @@ def test_what_needs_a_gpu_is_refused_early(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["enable_return_routed_experts", "enable_return_indexer_topk"])
 def test_rows_kept_by_slot_are_refused(name: str) -> None:
     """A prefix from a tier would answer with the rows of whoever had its slots before."""
-    off = {"enable_return_routed_experts": False, "enable_return_indexer_topk": False}
-    start._check_rows_by_slot(SimpleNamespace(**off))
-    with pytest.raises(ConfigError, match="would answer with rows of other"):
-        start._check_rows_by_slot(SimpleNamespace(**{**off, name: True}))
+    (message,) = refusals({name: True})
+    assert "would answer with rows of other" in message

@@ -79,8 +79,11 @@ def test_a_rank_follows_those_with_its_pages() -> None:
         ({"tier_index": "http://:hunter2@host"}, "cannot be used; write redis://"),
         ({"tier_index": "redis://:hun/ter2@host"}, "--tier-index"),
         ({"tier_index": "redis://:hunter2@host?maint_notifications_config=1"}, "--tier-index"),
-        ({"tier_index": URL, "tier_peer_port": "0"}, "--tier-peer-port 0 must be from 1 to 65535"),
-        ({"tier_index": URL, "tier_peer_port": "65535", "num_ranks": 2}, "be from 1 to 65534"),
+        (
+            {"tier_index": URL, "tier_peer_port": "0"},
+            "0 is not a whole number from 1 on",
+        ),
+        ({"tier_index": URL, "tier_peer_port": "65535", "num_ranks": 2}, "must be at most 65534"),
         ({"tier_index": URL, "tier_peer_host": "192.0.2.1"}, "cannot be listened on"),
         ({"tier_index": URL, "tier_peer_host": "no such host"}, "is no host that this machine"),
         ({"tier_index": URL, "pp_size": 2}, "--tier-index cannot run with --pp-size 2"),

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from sglang_tiered import launch_server
 from sglang_tiered.config import GiB, MiB, NvmeConfig, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import flags_of
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
-from sglang_tiered.integration.launch import flags as tier_flags
 from sglang_tiered.integration.launch import resolve as server_args
 from sglang_tiered.integration.launch.resolve import resolve_object
 from sglang_tiered.integration.storage import shards, tiers
@@ -24,21 +24,15 @@ from sglang_tiered.storage.filesystem import filesystem_type
 
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser(prog="test")
-    ServerArgs.add_cli_args(parser)
-    tier_flags.add_tier_arguments(parser)
-    return parser
+    return launch_server.make_parser()
 
 
 @pytest.fixture
 def resolve(parser: argparse.ArgumentParser, tmp_path: Path) -> Any:
     def resolve(line: str, *, on_cpu: bool = True) -> server_args.Resolved:
         words = ["--model-path", "m", *line.format(tmp=tmp_path).split()]
-        arguments = tier_flags.join_tier_values(words)
-        explicit = server_args.explicit_arguments(parser, arguments)
-        return server_args.resolve(explicit, arguments, on_cpu=on_cpu)
+        explicit = server_args.explicit_arguments(parser, words)
+        return server_args.resolve(explicit, words, on_cpu=on_cpu)
 
     return resolve
 
@@ -75,6 +69,14 @@ def test_what_the_user_says_wins(resolve: Any) -> None:
     assert extra["prefetch_threshold"] == 32
 
 
+def test_abbreviated_tier_flags_reach_no_sglang(resolve: Any) -> None:
+    """Its parser answered with its usage."""
+    resolved = resolve("--tier-di {tmp}/kv --tier-nvme-by=1GiB --tp 2")
+    assert resolved.config.nvme.capacity_bytes == GiB
+    assert option(resolved, "--tp") == "2"
+    assert not [word for word in resolved.sglang_arguments if word.startswith("--tier")]
+
+
 def test_ranks_of_one_machine_share_the_caps(resolve: Any) -> None:
     line = "--tier-dir {tmp}/kv --tp 2 --dp-size 2 --tier-nvme-bytes 1GiB"
     line += " --tier-nvme-writes-per-day=500GiB --tier-object-url {tmp}/shared"
@@ -103,7 +105,7 @@ def test_ranks_of_one_machine_share_the_caps(resolve: Any) -> None:
         ("--enable-unified-cache-external-linker", "-external-linker cannot run with tiering"),
         ("--hicache-storage-prefetch-retry-max-attempts 0", "max-attempts must be at least 1, or"),
         ("--disaggregation-decode-enable-offload-kvcache", "cannot run with tiering; drop"),
-        ("--hicache-storage-backend file", "--hicache-storage-backend names a storage backend"),
+        ("--hicache-storage-backend file", "--hicache-storage-backend cannot run with tiering"),
         ("--hicache-host-memory-mode buffer_only", "buffer_only leaves no host tier"),
         ("--tier-host-bytes 1GiB --hicache-ratio 2", "both size the host tier"),
         ("--dcp-size 2", "--dcp-size 2 splits pages over ranks"),
@@ -227,14 +229,3 @@ def test_sizes_are_those_of_the_resolved_settings(resolve: Any) -> None:
     model = {"tp_size": 4, "pp_size": 1, "dp_size": 1, "attn_dp_size": 2, "attn_cp_size": 2}
     config = shards.of_settings(SimpleNamespace(**model, nnodes=1)).put_into(config)
     assert (config.num_ranks, config.tp_size, config.dp_size) == (4, 1, 2)
-
-
-def test_missing_compiler_leaves_the_host_tier(
-    parser: argparse.ArgumentParser, tmp_path: Path
-) -> None:
-    words = ["--model-path", "m", "--tier-dir", str(tmp_path / "kv"), "--tier-nvme-bytes", "1GiB"]
-    given = server_args.explicit_arguments(parser, words), words
-    resolved = server_args.resolve_without_nvme(*given, on_cpu=True, problem="c++ not found")
-    assert resolved.config.mode is TierMode.HOST and resolved.config.nvme is None
-    assert "--hicache-storage-backend" not in resolved.sglang_arguments
-    assert "c++ not found" in resolved.notes[-1]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from sglang_tiered.config import MiB, TransferConfig
+from sglang_tiered.config import MiB, TieredConfig, TierMode, TransferConfig
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.launch.resolve import (
-    isolation,
+    added_arguments,
     resolve_transfer,
-    transfer_arguments,
+    warnings,
 )
 from sglang_tiered.wire.keys import make_keys
 
@@ -21,18 +21,22 @@ def resolve(**explicit: Any) -> TransferConfig | None:
     return resolve_transfer({"disaggregation_mode": "decode", **explicit})
 
 
+def added(explicit: dict[str, Any], *, mode: TierMode = TierMode.HOST) -> dict[str, str | None]:
+    config = TieredConfig(mode=mode, transfer=resolve_transfer(explicit))
+    return added_arguments(explicit, config, on_cpu=False)
+
+
 def test_zmq_is_the_default_and_decode_uses_tiers() -> None:
     assert resolve_transfer({}) is None
-    assert transfer_arguments({}, None, has_tiers=True) == {}
+    assert added({}, mode=TierMode.OFF) == {}
     for role in ("prefill", "decode"):
         explicit = {"disaggregation_mode": role}
-        config = resolve_transfer(explicit)
-        assert config == TransferConfig()
-        added = transfer_arguments(explicit, config, has_tiers=True)
-        assert added["--disaggregation-transfer-backend"] == "zmq"
-        assert ("--disaggregation-decode-enable-radix-cache" in added) == (role == "decode")
-        without = transfer_arguments(explicit, config, has_tiers=False)
-        assert "--disaggregation-decode-enable-radix-cache" not in without
+        assert resolve_transfer(explicit) == TransferConfig()
+        flags = added(explicit)
+        assert flags["--disaggregation-transfer-backend"] == "zmq"
+        assert ("--disaggregation-decode-enable-radix-cache" in flags) == (role == "decode")
+        stock = added(explicit, mode=TierMode.OFF)
+        assert "--disaggregation-decode-enable-radix-cache" not in stock
 
 
 def test_every_value_reaches_the_settings(tmp_path: Path) -> None:
@@ -56,7 +60,8 @@ def test_every_value_reaches_the_settings(tmp_path: Path) -> None:
     [
         ({"transfer_encrypt": "some"}, "--transfer-encrypt some is unknown"),
         ({"transfer_window_bytes": "0"}, "transfer-window-bytes 0 must be greater than zero"),
-        ({"transfer_connections": "0"}, "--transfer-connections 0 must be from 1 to"),
+        ({"transfer_connections": "0"}, "--transfer-connections 0 is not a whole number from 1"),
+        ({"transfer_connections": "17"}, "--transfer-connections 17 must be at most 16"),
         ({"transfer_codec": "gzip"}, "--transfer-codec gzip is unknown; choose one of none, int8"),
         ({"transfer_peer_timeout": "1"}, "transfer-peer-timeout 1 must be from 2"),
         ({"transfer_peer_timeout": "nan"}, "transfer-peer-timeout nan is not a time"),
@@ -77,8 +82,7 @@ def test_server_of_both_roles_needs_both_keys(tmp_path: Path) -> None:
     make_keys(tmp_path)
     for role in ("prefill", "decode"):
         explicit = {"disaggregation_mode": role, **switches}
-        added = transfer_arguments(explicit, resolve_transfer(explicit), has_tiers=True)
-        assert "--disaggregation-decode-enable-radix-cache" in added, "it may become decode"
+        assert "--disaggregation-decode-enable-radix-cache" in added(explicit), "later"
     (tmp_path / "prefill.key_secret").unlink()
     with pytest.raises(ConfigError, match="has no prefill.key_secret"):
         resolve(**switches)
@@ -87,6 +91,12 @@ def test_server_of_both_roles_needs_both_keys(tmp_path: Path) -> None:
 def test_who_may_decode_alone_is_noted() -> None:
     """Prefill needs no ``--transfer-allow``, until it decodes and fails all."""
     given = {"disaggregation_mode": "prefill", "enable_pd_role_switch": True, "host": "0.0.0.0"}
-    assert "--transfer-allow" in (isolation(given, resolve_transfer(given)) or "")
+
+    def warned(**more: Any) -> list[str]:
+        explicit = {**given, **more}
+        config = TieredConfig(mode=TierMode.OFF, transfer=resolve_transfer(explicit))
+        return [*warnings(explicit, config, on_cpu=False)]
+
+    assert "--transfer-allow" in warned()[0]
     for more in ({"host": "::1"}, {"enable_pd_role_switch": False}, {"transfer_allow": "::/0"}):
-        assert isolation({**given, **more}, resolve_transfer({**given, **more})) is None
+        assert not warned(**more)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import gc
 import json
 import os
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kit.commands import Cli
-from kit.runs import OTHER_NAMESPACE, make_run
-from kit.stores import REGION, keep, open_engine
+from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run
+from kit.stores import REGION, SIZES, keep, open_engine
 from sglang_tiered.storage.region.device import FileReader
-from sglang_tiered.storage.region.directory import STORE_VERSION
-from sglang_tiered.storage.region.files import ERASED_NAME
+from sglang_tiered.storage.region.directory import STORE_VERSION, prepare, shard_path
+from sglang_tiered.storage.region.files import ERASED_NAME, LOCK_NAME
+from sglang_tiered.storage.region.notes import PageSize, add_page_size
+from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader
+from sglang_tiered.tools.store.target import find_holder
 
 PAYLOAD = 12_288 + 12_000 + 9_000
 
@@ -30,14 +37,71 @@ def test_the_figures_are_those_of_the_store(cli: Cli, tier: Path, shard: Path) -
     code, report = stat(cli, tier)
     total = report["total"]
     assert (code, report["ok"], report["format_version"]) == (0, True, STORE_VERSION)
-    assert total["regions"] == {"all": 4, "sealed": 4, "open": 0, "damaged": 0, "other_format": 0}
+    assert (total["regions"], total["sealed_regions"], total["damaged_regions"]) == (4, 4, 0)
     assert (total["pages"], total["superseded_pages"]) == (11, 0)
     assert (total["payload_bytes"], total["physical_bytes"]) == (3 * PAYLOAD + 10_000, 4 * REGION)
-    untold = {"tokens": None, "page_bytes": None}
+    untold = {"tokens": None, "ratio": None}
     assert total["namespaces"] == [
         {"namespace": "11" * 32, "pages": 9, "payload_bytes": 3 * PAYLOAD} | untold,
         {"namespace": "22" * 32, "pages": 2, "payload_bytes": 10_000} | untold,
     ]
+
+
+def test_tokens_of_ranks_count_once(cli: Cli, tmp_path: Path) -> None:
+    """And a codec's ratio, by what the servers noted of their pages."""
+    prepare(tmp_path)
+    for rank, num_runs in enumerate((1, 2)):
+        engine = open_engine(shard_path(tmp_path, f"tp{rank}of2-pp0of1-dp0-0"))
+        add_page_size(engine.notes, NAMESPACE, PageSize(64, SIZES[0], 1, ()))
+        keep(engine, *(make_run(seed, SIZES) for seed in range(num_runs)))
+    _, report = stat(cli, tmp_path)
+    assert [shard["tokens"] for shard in report["shards"]] == [3 * 64, 6 * 64]
+    (namespace,) = report["total"]["namespaces"]
+    assert report["total"]["tokens"] == namespace["tokens"] == 6 * 64
+    assert namespace["ratio"] == 3 * SIZES[0] / sum(SIZES)
+
+
+@pytest.mark.parametrize("command", ["stat", "verify"])
+def test_one_regions_pages_are_held(
+    cli: Cli, tier: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Those of a full disk together were gigabytes."""
+    views, most, real = weakref.WeakSet[ScannedRegion](), 0, ShardReader.views
+
+    def watched(self: ShardReader, **how: Any) -> Iterator[ScannedRegion]:
+        nonlocal most
+        for view in real(self, **how):
+            views.add(view)
+            most = max(most, len(views))
+            yield view
+
+    monkeypatch.setattr(ShardReader, "views", watched)
+    gc.disable()
+    try:
+        assert cli(command, tier).code == 0
+    finally:
+        gc.enable()
+    assert most == 2, "the last one, and the next"
+
+
+def test_equal_inode_of_another_disk_is_no_holder(
+    shard: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two fresh disks give their locks the same number, and only one may be in use."""
+    lock = (shard / LOCK_NAME).stat()
+    locks = tmp_path / "locks"
+    monkeypatch.setattr("sglang_tiered.tools.store.target._LOCKS", locks)
+    for device, held in ((lock.st_dev, True), (lock.st_dev ^ 1, False)):
+        place = f"{os.major(device):02x}:{os.minor(device):02x}:{lock.st_ino}"
+        locks.write_text(f"1: FLOCK  ADVISORY  WRITE 77 {place} 0 EOF\n")
+        assert find_holder(shard).held is held
+
+
+def test_lock_of_a_live_process_is_told(shard: Path) -> None:
+    with (shard / LOCK_NAME).open() as lock:
+        assert find_holder(shard).held is False
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert str(find_holder(shard)) == f"in use by process {os.getpid()}"
 
 
 @pytest.mark.parametrize("command", ["stat", "verify"])
