@@ -504,7 +504,7 @@ def test_told_twice_it_is_erased_once(both: Servers, what: Erasure, told_by: str
     if first == "piece" and what.keys:
         assert all(other.nvme.contains(GONE)), "it was told of others so far"
         hear(other, one, later.pop(0), both)
-    assert not any(other.nvme.contains(GONE)), "its NVMe keeps them"
+    eventually(lambda: not any(other.nvme.contains(GONE)), "its NVMe keeps them")
     assert not any(other.contains(GONE))
     assert store(one, GONE[4:], A) == [Reason.OK] * 4
     eventually(lambda: copied_down(one, GONE[4:]))
