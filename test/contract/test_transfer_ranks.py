@@ -10,9 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transfer_pair import TCP, Prefill, Shape, decode, prefill, share_of, sources_of, whole_kv
+from transfer_pair import (
+    SAME_HOST,
+    TCP,
+    Prefill,
+    Shape,
+    decode,
+    prefill,
+    share_of,
+    sources_of,
+    whole_kv,
+)
 
 from kit.waiting import eventually
+from sglang_tiered.config import TransferConfig
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,8 +42,10 @@ def shape_of(tp_rank: int, tp_size: int, num_layers: int = 2, first_layer: int =
     return replace(BASE, num_layers=num_layers, **place)
 
 
-def prefill_of(stack: ExitStack, whole: Any, shape: Shape) -> Prefill:
-    one = stack.enter_context(prefill(shape, settings=TCP))
+def prefill_of(
+    stack: ExitStack, whole: Any, shape: Shape, settings: TransferConfig = TCP
+) -> Prefill:
+    one = stack.enter_context(prefill(shape, settings=settings))
     one.pool.kv[:] = share_of(whole, shape)
     return one
 
@@ -49,14 +62,18 @@ def serve(
     ("prefill_tp", "decode_tp"),
     [(1, 2), (2, 1), (4, 2), (2, 4), (1, 4), (4, 1), (8, 1), (8, 2), (8, 4), (1, 8), (4, 8)],
 )
+@pytest.mark.parametrize("settings", [TCP, SAME_HOST], ids=["tcp", "same_host"])
 def test_every_decode_rank_gets_its_heads(
-    stack: ExitStack, prefill_tp: int, decode_tp: int
+    stack: ExitStack, prefill_tp: int, decode_tp: int, settings: TransferConfig
 ) -> None:
-    """With 8 ranks and 4 heads, each head is on two of them."""
+    """With 8 ranks and 4 heads, each head is on two of them. Parts of pages are never read out of
+    prefill's memory, on the same machine either."""
     whole = whole_kv(BASE, 2)
-    prefills = [prefill_of(stack, whole, shape_of(rank, prefill_tp)) for rank in range(prefill_tp)]
+    prefills = [
+        prefill_of(stack, whole, shape_of(rank, prefill_tp), settings) for rank in range(prefill_tp)
+    ]
     decodes = [
-        stack.enter_context(decode(shape_of(rank, decode_tp), settings=TCP))
+        stack.enter_context(decode(shape_of(rank, decode_tp), settings=settings))
         for rank in range(decode_tp)
     ]
     for sender in prefills:

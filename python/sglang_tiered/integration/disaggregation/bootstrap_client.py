@@ -172,7 +172,7 @@ class BootstrapClient:
     def call_with_ranks(self, server: str, callback: Callable[[list[Address]], None]) -> None:
         """Call ``callback`` with the addresses of all ranks of ``server``: at once if they are
         known, else when a lookup finds them, on its thread. Never, if the lookup fails: no request
-        can have reached such a server."""
+        can have reached such a server. Nor while ``MAX_LOOKUPS`` run: its timeout tells prefill."""
         self.ensure_known(server)
         with self._lock:
             ranks = self._ranks.get(server)

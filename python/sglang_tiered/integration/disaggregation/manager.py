@@ -406,6 +406,7 @@ class _HandoffEnd:
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        self.named_room = bootstrap_room  # by the client, who is told of it whatever becomes of it
         reason = mgr.why_refused(bootstrap_room)
         if reason is not None:
             # A number of its own, so that its end touches no other request's room.
@@ -423,7 +424,8 @@ class _HandoffEnd:
         room = self.bootstrap_room
         with self.kv_mgr.failure_lock:
             self._reason = self._reason or self.kv_mgr.failure_records.pop(room, None)
-        self.kv_mgr.leaving.add(room)
+        if self.conclude_state != KVPoll.Success:  # else all has been said of it
+            self.kv_mgr.leaving.add(room)
         self.leave(room)
         super().clear()  # type: ignore[misc]
         self.bootstrap_room = next(_NO_ROOMS)
@@ -431,7 +433,7 @@ class _HandoffEnd:
     def failure_exception(self) -> None:
         """Raises ``KVTransferError``, each time with the same reason: SGLang asks again while the
         request waits to be removed."""
-        room = self.bootstrap_room
+        room = self.named_room
         self.conclude_state = KVPoll.Failed
         self.clear()
         if self._reason is not None:
