@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _bar(arguments.progress if is_full else False) as bar:
         task = bar.add_task("verifying", total=sum(reader.region_bytes() for reader in readers))
         for reader in readers:
-            held = _Held(reader)
+            held = _ShardSums(reader)
             for view in reader.views(full=is_full, jobs=arguments.jobs):
                 bar.advance(task, view.file_bytes)
                 bytes_read += view.bytes_read
@@ -128,7 +128,7 @@ def _bar(wanted: bool | None) -> Progress:
     return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
-class _Held:
+class _ShardSums:
     """Adds up what the regions of a shard hold. Of a page it keeps 8 bytes, or 16 where the size of
     pages was noted: their records take 44, and a shard may have a hundred million."""
 
