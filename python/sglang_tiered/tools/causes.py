@@ -28,7 +28,7 @@ _WAITS = {
     "window": "waited for other loads to leave it room",
     "stores": "waited for stores to leave host memory",
     "copies": "waited for host copies of what comes before",
-    "others": "waited for a load of another request that was nearly there",
+    "others": "waited for something else than its load",
 }
 
 

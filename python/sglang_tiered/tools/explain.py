@@ -51,7 +51,7 @@ _NAMES = {
     "ranks": "put off: ranks had to agree",
     "stores": "put off: stores were in the way",
     "copies": "put off: what comes before was copied to host memory",
-    "others": "waiting for loads of others that were nearly there",
+    "others": "waiting for something else",
     "back": "waiting for its back",
     PREFILL: "computing its prompt",
     OTHERS: "computing other prompts before its first token",
