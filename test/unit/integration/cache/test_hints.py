@@ -325,6 +325,35 @@ def test_another_ranks_clock_ends_a_hint(hinting: HintWorld, other: OtherRank) -
     assert hinting.poll()["status"] == 503
 
 
+def test_ranks_answer_for_one_hint_is_no_others(hinting: HintWorld, other: OtherRank) -> None:
+    """One that had to be passed over is asked for, and then another comes."""
+    other.end = told_end(3 * PAGE)
+    hinting.hint(LONG)
+    hinting.steps(1)
+    served = hinting.hints._served
+    assert served is not None
+    served.num_passed = 1
+    hinting.hint(SHORT)
+    hinting.steps(1)
+    assert not hinting.cache.ongoing_prefetch, "nobody has answered for this one"
+    hinting.steps(1)
+    assert hinting.cache.ongoing_prefetch
+
+
+def test_hint_whose_piece_is_evicted_ends(
+    hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would load for ever what memory has no room for."""
+    hinting.begin()
+    with monkeypatch.context() as busy:
+        busy.setattr(hinting.cache.tiering.loads, "has_room_ahead", lambda _: False)
+        hinting.world.until(lambda: hinting.hints.stats().num_tokens_loaded)
+    assert hinting.cache.evict_host(hinting.piece_tokens) == hinting.piece_tokens
+    hinting.steps(1)
+    assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
+    assert hinting.is_at_rest()
+
+
 def test_hint_overtakes_no_load_that_waits(hinting: HintWorld) -> None:
     """A request whose load waits for room is not overtaken."""
     loads = hinting.cache.tiering.loads
