@@ -24,7 +24,8 @@ from sglang_tiered.integration.cache.load_scheduler import DECLINED, told_end
 from sglang_tiered.integration.ranks import SILENT
 from sglang_tiered.policy.hints import LIFE_S, HintEnd
 from sglang_tiered.policy.prefetch import PrefetchWindow
-from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.base import Erasure, Tier
+from sglang_tiered.storage.stack.tiers import Span
 
 LONG, SHORT = prompt(1, 60), prompt(2, 4)
 DONE = {"done": True, "num_tokens": len(LONG), "num_in_memory": len(LONG), "num_loading": 0}
@@ -338,6 +339,15 @@ def test_ranks_answer_for_one_hint_is_no_others(hinting: HintWorld, other: Other
     assert not hinting.cache.ongoing_prefetch, "nobody has answered for this one"
     hinting.steps(1)
     assert hinting.cache.ongoing_prefetch
+
+
+def test_hint_that_no_tier_gives_ends(hinting: HintWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the same pages would be asked for until its life ends."""
+    spans = lambda hashes: [Span(Tier.NVME, len(hashes))]  # noqa: E731
+    monkeypatch.setattr(hinting.cache.storage, "lookup_spans", spans)
+    assert hinting.hint(prompt(3, 4))["num_loading"] == 4 * PAGE
+    assert hinting.wait() == {"error": module.NOT_READ, "status": 503}
+    assert hinting.is_at_rest()
 
 
 def test_hint_whose_piece_is_evicted_ends(
