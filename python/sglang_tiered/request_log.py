@@ -215,8 +215,8 @@ class Wait(_Part, kw_only=True):
         _is(
             "`load`: its load ran; put off as the `window` of loads was full, as `stores` had to "
             "leave host memory first, as `copies` of what comes before had to be made, or until "
-            "the other `ranks` had answered; `others`: a load of another request was nearly there; "
-            "`back`: its front was computed, and its back still to come"
+            "the other `ranks` had answered; `back`: its front was computed, and its back still to "
+            "come; `others`: something else"
         ),
     ]
     at_s: Annotated[float, _is("when it began")]

@@ -21,7 +21,7 @@ NAMES = {
     "stores": "waited for stores to leave host memory",
     "copies": "waited for host copies of what comes before",
     "load": "waited for its load",
-    "others": "waited for a load of another request that was nearly there",
+    "others": "waited for something else than its load",
     "back": "waited for its back while its front was computed",
     PREFILL: "computed its prompt",
     OTHERS: "waited for prefills of other requests before its first token",

@@ -310,6 +310,7 @@ class LoadScheduler:
                 buffer.release_staged_hold(request)
             self._cache.pop_prefetch_loaded_span(request)
             if record.state is State.WAITING and not record.is_last_attempt:
+                self._notes.put_off(request, "window")
                 self._defer(request, record.num_landed, rests=True)
 
     def _stores_in_the_way(self, num_tokens: int, storage: TieredStorage) -> int:

@@ -227,9 +227,8 @@ class TieredRadixCache(HidingCache):
     def prefetch_from_storage(self, *args: Any, **kwargs: Any) -> bool | None:
         """Begin the load of as much of a prefix as pays, now or in its turn."""
         call = self.visible_part(PrefetchArguments(*args, **kwargs))
-        return (
-            self.begin_load(call) if self.tiering is None else self.tiering.loads.begin_load(call)
-        )
+        begin = self.begin_load if self.tiering is None else self.tiering.loads.begin_load
+        return begin(call)
 
     def begin_load(self, call: PrefetchArguments, hashes: Sequence[str] = ()) -> bool | None:
         """Have SGLang load a prefix. ``hashes``: of its pages, which the tiers hold; without,
@@ -359,6 +358,7 @@ class TieredRadixCache(HidingCache):
         **kwargs: Any,
     ) -> None:
         results = next_items(self.cache_controller.ack_backup_queue, n_backup)
+        n_backup = len(results) if n_backup is None else n_backup  # no end that comes meanwhile
         nodes = small_host.nodes_of_stores(self, results)
         with self._loads_under_way.noting_ends(self, n_storage_hit, n_ack_prefetch):
             super()._drain_storage_control_queues_impl(

@@ -24,7 +24,8 @@ from sglang_tiered.integration.cache.load_scheduler import DECLINED, told_end
 from sglang_tiered.integration.ranks import SILENT
 from sglang_tiered.policy.hints import LIFE_S, HintEnd
 from sglang_tiered.policy.prefetch import PrefetchWindow
-from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.base import Erasure, Tier
+from sglang_tiered.storage.stack.tiers import Span
 
 LONG, SHORT = prompt(1, 60), prompt(2, 4)
 DONE = {"done": True, "num_tokens": len(LONG), "num_in_memory": len(LONG), "num_loading": 0}
@@ -323,6 +324,44 @@ def test_another_ranks_clock_ends_a_hint(hinting: HintWorld, other: OtherRank) -
     other.lives = 0
     hinting.world.until(lambda: hinting.hints.stats().ended[HintEnd.EXPIRED])
     assert hinting.poll()["status"] == 503
+
+
+def test_ranks_answer_for_one_hint_is_no_others(hinting: HintWorld, other: OtherRank) -> None:
+    """One that had to be passed over is asked for, and then another comes."""
+    other.end = told_end(3 * PAGE)
+    hinting.hint(LONG)
+    hinting.steps(1)
+    served = hinting.hints._served
+    assert served is not None
+    served.num_passed = 1
+    hinting.hint(SHORT)
+    hinting.steps(1)
+    assert not hinting.cache.ongoing_prefetch, "nobody has answered for this one"
+    hinting.steps(1)
+    assert hinting.cache.ongoing_prefetch
+
+
+def test_hint_that_no_tier_gives_ends(hinting: HintWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the same pages would be asked for until its life ends."""
+    spans = lambda hashes: [Span(Tier.NVME, len(hashes))]  # noqa: E731
+    monkeypatch.setattr(hinting.cache.storage, "lookup_spans", spans)
+    assert hinting.hint(prompt(3, 4))["num_loading"] == 4 * PAGE
+    assert hinting.wait() == {"error": module.NOT_READ, "status": 503}
+    assert hinting.is_at_rest()
+
+
+def test_hint_whose_piece_is_evicted_ends(
+    hinting: HintWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would load for ever what memory has no room for."""
+    hinting.begin()
+    with monkeypatch.context() as busy:
+        busy.setattr(hinting.cache.tiering.loads, "has_room_ahead", lambda _: False)
+        hinting.world.until(lambda: hinting.hints.stats().num_tokens_loaded)
+    assert hinting.cache.evict_host(hinting.piece_tokens) == hinting.piece_tokens
+    hinting.steps(1)
+    assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
+    assert hinting.is_at_rest()
 
 
 def test_hint_overtakes_no_load_that_waits(hinting: HintWorld) -> None:

@@ -93,3 +93,21 @@ def test_load_takes_no_device_memory_from_a_batch(small: CacheWorld) -> None:
     small.until(lambda: small.is_retried(request))
     small.asks("returns", WHOLE)
     assert request in cache.ongoing_prefetch
+
+
+@pytest.mark.parametrize("how", ["ends", "is dropped"])
+def test_store_that_is_over_locks_no_device_memory(
+    small: CacheWorld, monkeypatch: pytest.MonkeyPatch, hang: threading.Event, how: str
+) -> None:
+    """It keeps there what has no copies up to it; whoever forgets that shrinks the device."""
+    cache = small.cache
+    monkeypatch.setattr(type(cache.tree_core), "has_copied_path", lambda *_: False)
+    small.compute(prompt(2, 4))
+    small.until(lambda: cache.ongoing_backup)
+    assert cache.tree_core.full_protected_size() == 4 * PAGE
+    if how == "ends":
+        hang.set()
+        small.until(lambda: not cache.ongoing_backup)
+    else:
+        cache.tiering.detached()
+    assert cache.tree_core.full_protected_size() == 0

@@ -198,8 +198,12 @@ def test_no_small_load_behind_passes_a_large_one(world: CacheWorld, disk: thread
     assert [world.is_retried(each) for each in waiting] == [True, False, False, False]
 
 
-def test_loads_that_nobody_can_admit_give_way(world: CacheWorld, disk: threading.Event) -> None:
+def test_loads_that_nobody_can_admit_give_way(
+    world: CacheWorld, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their requests wait for an adapter's slot, say, and are not looked at."""
+    notes = world.cache.tiering.notes
+    monkeypatch.setattr(notes, "_is_kept", True)
     allow(world, 2)
     stuck = [landed(world, disk, f"stuck{number}", prompt(number, 1)) for number in range(2)]
     disk.set()
@@ -211,6 +215,7 @@ def test_loads_that_nobody_can_admit_give_way(world: CacheWorld, disk: threading
     admit(world, waiting)
     # Now a slot is free for it, and it finds its prefix in memory or loads it again.
     [gave_way] = [each for each in stuck if put_off_of(world, each)]
+    assert notes._stories[gave_way].waits_for == "window", "its log says what it waits for"
     assert not pass_of(world, gave_way)
     assert not pass_of(world, gave_way) and world.is_retried(gave_way)
     tokens = prompt(stuck.index(gave_way), 1)

@@ -99,6 +99,20 @@ def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:
     assert holds([bytes.fromhex(text) for text in keys_of(TOKENS)]) == [True] * 4
 
 
+def test_stored_node_is_announced_and_a_flush_told(cache: Any) -> None:
+    told: list[Any] = []
+    cache._events = SimpleNamespace(
+        announce_node=told.append, tree_was_reset=lambda: told.append("reset"), close=list
+    )
+    compute(cache, TOKENS)
+    step(cache, lambda: cache.ongoing_backup)
+    nodes = [node_id for node_id, _ in cache.ongoing_backup.values()]
+    step(cache, lambda: not cache.ongoing_backup)
+    assert told == nodes
+    cache.reset()
+    assert told == [*nodes, "reset"]
+
+
 def test_old_weights_kv_is_not_stored_after_attaching(cache: Any) -> None:
     compute(cache, TOKENS)
     settle(cache)

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kit.books import check_spill_queue
 from kit.clock import Clock
+from sglang_tiered.integration.cache import small_host
 from sglang_tiered.integration.cache.spiller import MAX_RETRIES, RETRY_S, STORES_S_PER_STEP
 from sglang_tiered.policy.page_accounting import EvictionOutcome as Left
 from sglang_tiered.policy.spill import MAX_HOLD_S
@@ -256,6 +257,27 @@ def test_detached_tier_leaves_nothing_locked(
     world.cache.evict_host(world.num_host_tokens)
     host = world.cache.cache_controller.mem_pool_host
     assert host.available_size() == host.logical_size
+
+
+def test_store_that_ends_amid_a_detach_is_noted(
+    spilling: Spilling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang takes all ends that are there by then, and a detach may fail behind that."""
+    cache = spilling.cache
+    acks = cache.cache_controller.ack_backup_queue
+    spilling.compute(chain(1, 4))
+    spilling.world.until(lambda: cache.ongoing_backup)
+    ack, nodes_of_stores = acks.get(timeout=60), small_host.nodes_of_stores
+
+    def late(*args: Any) -> list[int]:
+        acks.put(ack)
+        return nodes_of_stores(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(small_host, "nodes_of_stores", late)
+        cache.drain_storage_control_queues_local()
+    cache.check_hicache_events()
+    assert not cache.ongoing_backup and not spilling.stores.queue.has_flights
 
 
 @pytest.mark.parametrize("seed", range(4))
