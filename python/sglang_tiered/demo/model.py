@@ -247,16 +247,26 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> bool:
             (staging / _SUMS).write_text(_sums(staging), encoding="utf-8")
             for file in staging.iterdir():
                 file.chmod(0o644)
-            if is_whole(folder):  # where locks do not work, somebody was quicker
-                return False
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(staging, folder)
+            return _put(staging, folder)
         except OSError:
             raise
         except Exception as error:
             raise OSError(str(error) or type(error).__name__) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def _put(staging: Path, folder: Path) -> bool:
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder)
+    else:
+        folder.unlink(missing_ok=True)
+    try:
+        os.rename(staging, folder)
+    except OSError:  # where locks do not work, somebody was quicker
+        if not is_whole(folder):
+            raise
+        return False
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from kit.commands import ran
 from kit.stores import flip
+from sglang_tiered.demo.model import is_whole, make_folder
 from sglang_tiered.demo.server import (
     DEMO_FLAGS,
     MODEL_VARIABLE,
@@ -51,8 +53,9 @@ def model_path(*arguments: str) -> Path:
         lambda folder: flip(folder / "model.safetensors", 1 << 16),
         lambda folder: os.truncate(folder / "model.safetensors", 1 << 16),
         lambda folder: (folder / "config.json").unlink(),
+        lambda folder: folder.rename(folder.with_name("moved")) and folder.symlink_to("nowhere"),
     ],
-    ids=["a flipped bit", "half a file", "a file less"],
+    ids=["a flipped bit", "half a file", "a file less", "a link to nothing"],
 )
 def test_damaged_model_folder_is_made_again(cache: Path, harm: Callable[[Path], None]) -> None:
     folder = model_path()
@@ -70,6 +73,21 @@ def test_what_a_killed_maker_left_is_cleared(cache: Path) -> None:
     (left / "model.safetensors").write_bytes(b"half")
     model_path()
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_quicker_maker_wins_where_no_lock_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both start a server; neither may end for the other's folder."""
+    real = os.rename
+
+    def rename(staging: Path, folder: Path) -> None:
+        real(staging, folder)  # as the other did a moment before
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    monkeypatch.setattr(os, "rename", rename)
+    assert not make_folder(tmp_path / "model", lambda folder: (folder / "a").write_bytes(b"a"))
+    assert is_whole(tmp_path / "model")
 
 
 def test_another_wheel_of_that_name_is_refused(

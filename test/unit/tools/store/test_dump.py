@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kit.commands import Cli
-from kit.runs import NAMESPACE, make_run
-from kit.stores import SIZES, flip, keep_again, open_engine
+from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run
+from kit.stores import SIZES, flip, keep, keep_again, open_engine
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.storage.region.format import region_name
 
@@ -62,6 +62,12 @@ def test_extract_writes_the_bytes_of_the_page(extract: Extract, shard: Path, out
     flip(shard / region_name(0), 9000)
     assert extract(run.keys[0].hex()).code == 0
     assert output.read_bytes() == b"".join(run.pages[0]), "the copy that is served"
+
+
+def test_extract_guesses_no_page(extract: Extract, shard: Path, output: Path) -> None:
+    keep(open_engine(shard, namespace=OTHER_NAMESPACE), PAGE)
+    assert f"--extract {KEY} means 2 pages" in extract(KEY).refusal
+    assert not output.exists()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ import pytest
 
 from kit.commands import Cli
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run
-from kit.stores import REGION, SIZES, keep, open_engine
+from kit.stores import REGION, SIZES, keep, keep_again, open_engine
+from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.directory import STORE_VERSION, prepare, shard_path
 from sglang_tiered.storage.region.files import ERASED_NAME, LOCK_NAME
@@ -59,6 +60,23 @@ def test_tokens_of_ranks_count_once(cli: Cli, tmp_path: Path) -> None:
     (namespace,) = report["total"]["namespaces"]
     assert report["total"]["tokens"] == namespace["tokens"] == 6 * 64
     assert namespace["ratio"] == 3 * SIZES[0] / sum(SIZES)
+
+
+@pytest.mark.parametrize("others", [(), None], ids=["told", "untold"])
+def test_copies_and_erased_pages_are_no_tokens(
+    cli: Cli, shard: Path, others: tuple[int, ...] | None
+) -> None:
+    engine = open_engine(shard)
+    add_page_size(engine.notes, NAMESPACE, PageSize(64, SIZES[0], 1, others))
+    assert engine.erase(Erasure.of(make_run(0, SIZES).keys[:1])).result(20.0)
+    engine.close()
+    keep_again(open_engine(shard), 1)
+    keep(open_engine(shard, namespace=OTHER_NAMESPACE), make_run(2, SIZES))  # other pages
+    total = stat(cli, shard)[1]["total"]
+    assert (total["pages"], total["superseded_pages"], total["purged_pages"]) == (15, 3, 1)
+    ours = total["namespaces"][0]
+    assert ours["tokens"] == (8 * 64 if others == () else None)
+    assert (ours["ratio"] is None) is (others is None)
 
 
 @pytest.mark.parametrize("command", ["stat", "verify"])
