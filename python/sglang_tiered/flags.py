@@ -216,8 +216,6 @@ def values_of(config: type, explicit: Mapping[str, Any]) -> dict[str, Any]:
     values = {}
     for field, flag in _flags_by_field(config).items():
         given = explicit.get(flag.dest)
-        if given == "None":  # SGLang's word for a key of a YAML file that has no value
-            raise ConfigError(f"{flag.name} has no value; write one, or drop it.")
         if given is not None:
             values[field] = flag.kind.parse(flag.name, given)
     return values

@@ -17,7 +17,10 @@ import sys
 import textwrap
 import threading
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import yaml
 
 from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
@@ -103,6 +106,8 @@ def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[st
     given, rest = files.parse_known_args(arguments)
     if not given.config:
         return arguments
+    for file in given.config:
+        _refuse_empty_settings(file)
     named = [word for file in given.config for word in ("--config", file)]
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
@@ -111,6 +116,20 @@ def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[st
     except Exception as error:  # the file, its YAML or its flags
         text = textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
         raise ConfigError(f"--config cannot be used: {text}.") from error
+
+
+def _refuse_empty_settings(file: str) -> None:
+    """Raise ``ConfigError`` for a key without a value: SGLang takes it for the word None, which
+    then opens a server whose ``api-key`` was forgotten."""
+    try:
+        content = yaml.safe_load(Path(file).read_bytes())
+    except (OSError, ValueError, yaml.YAMLError):
+        return  # SGLang reads it again, and says what is wrong
+    for key, value in content.items() if isinstance(content, dict) else ():
+        if value is None or (isinstance(value, list) and None in value):
+            raise ConfigError(
+                f"{key} has no value in {file} of --config; write one, or drop the line."
+            )
 
 
 def _run(server_args: Any, config: TieredConfig) -> None:

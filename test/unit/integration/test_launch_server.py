@@ -56,8 +56,9 @@ def fingerprint(root: Path) -> dict[str, str]:
         ("--config={file}", "tier-nvme-region-bytes: 5MB", "5000000 must be a multiple"),
         ("--config {file}", "tier-trust-mm-hashes: on\ntp: two", "invalid int value: 'two'"),
         ("--config {file}", "tier-mode: off\ntier-dir: d", "--tier-dir d has no meaning with"),
-        ("--config={file}", "tier-dir:", "--tier-dir has no value; write one"),
-        ("--conf {file}", "tier-dir: [null]", "--tier-dir has no value"),
+        ("--config={file}", "tier-dir:", "tier-dir has no value in {file} of --config; write one"),
+        ("--config {file}", "api-key:", "api-key has no value in"),
+        ("--conf {file}", "tier-dir: [null]", "tier-dir has no value in"),
     ],
 )
 def test_an_unusable_command_line_is_one_sentence(
