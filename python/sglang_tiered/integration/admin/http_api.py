@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fastapi import FastAPI
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.admin.cost_board import CostBoard
     from sglang_tiered.request_log import RequestLogConfig
 
+    Application = Callable[[Any, Any, Any], Awaitable[None]]
     Answer = Callable[[Call, Request], Awaitable[Report]]
     Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -241,10 +241,10 @@ class _Page:
     opens nothing else: SGLang decides about keys by a path that it reads out of a URL, which may be
     another one than is served."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: Application) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         is_page = path == PAGE and scope.get("method") in ("GET", "HEAD")
         await (_page() if is_page else self._app)(scope, receive, send)
