@@ -15,6 +15,7 @@ from sglang_tiered.integration.admin import calls, conversations, listing
 from sglang_tiered.integration.admin import conversation_calls as pins
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversations import prefix_of_body, prefixes_of_body
+from sglang_tiered.integration.admin.pin_notes import keepers
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import NO_TENANT, tenant_digest
 from sglang_tiered.storage.base import PinRefusal, Tier
@@ -208,7 +209,8 @@ def test_refusal_elsewhere_keeps_the_pin_before(
         ask, told = Caller(world), list[int]()  # that this rank can
         note(world, "1", A, "chat")
         assert ask.pin(rid="1", tier=tier)["num_missing"] == 0
-        pinned = ask.rows()[0]["pins"]
+        keeper = keepers(world.cache.storage)[Tier(tier)]
+        pinned, notes = ask.rows()[0]["pins"], keeper.pin_notes(NO_TENANT)
         note(world, "2", A + B, "chat")
 
         def reduce(data: torch.Tensor, _: Any) -> None:
@@ -221,7 +223,27 @@ def test_refusal_elsewhere_keeps_the_pin_before(
             answer = ask.pin(rid="2", tier=tier)
         assert answer["status"] == 409 and "another rank" in answer["error"]
         assert told == [1] and ask.rows()[0]["pins"] == pinned
+        assert keeper.pin_notes(NO_TENANT) == notes, "nothing was to be stored yet"
         assert ask.pin(rid="2", tier=tier)["num_tokens"] == len(A + B)
+
+
+def test_long_list_is_matched_in_steps(
+    world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler serves nobody meanwhile."""
+    monkeypatch.setattr(listing, "_STEP_TOKENS", len(A))
+    for rid, tokens in (("1", A), ("2", B)):
+        note(world, rid, tokens)
+    located: list[Any] = []
+    locate = conversations.locate
+    monkeypatch.setattr(listing, "locate", lambda *given: located.append(1) or locate(*given))
+    body, most = {"limit": 100, "after": {}}, 0
+    answer: dict[str, Any] = {"done": False}
+    while not answer["done"]:
+        before = len(located)
+        answer = ask._control.calls.answer(world.cache, "conversations", "n", body)
+        most = max(most, len(located) - before)
+    assert (most, len(located), len(answer["conversations"])) == (1, 2, 2)
 
 
 def test_pin_refused_once_asked_is_none(

@@ -220,8 +220,9 @@ def test_no_other_file_is_taken_for_the_board(tmp_path: Path) -> None:
     (told,) = environment.values()
     file = tmp_path / "file"
     file.write_bytes(bytes(4 * cost_board.PLACE_BYTES))
-    other = {cost_board.ENVIRONMENT_VARIABLE: ":".join([str(file), *told.split(":")[1:]])}
-    with CostBoard.create(3, 1) as another:  # of another server
+    with file.open() as opened_file, CostBoard.create(3, 1) as another:  # of another server
+        path = f"/proc/{os.getpid()}/fd/{opened_file.fileno()}"
+        other = {cost_board.ENVIRONMENT_VARIABLE: ":".join([path, *told.split(":")[1:]])}
         another.to_environment(environment)
         path = environment[cost_board.ENVIRONMENT_VARIABLE].split(":")[0]
         environment[cost_board.ENVIRONMENT_VARIABLE] = ":".join([path, *told.split(":")[1:]])
