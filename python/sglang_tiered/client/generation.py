@@ -132,6 +132,8 @@ class Answer:
         for what the server refuses."""
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
+            if self.has_ended:
+                return
             if line.startswith(b"data: ") and line != b"data: [DONE]":
                 piece = self._take(line)
                 if piece is not None:

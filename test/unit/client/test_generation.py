@@ -249,6 +249,13 @@ def test_an_answer_that_kills_servers_ends(answer: Answer) -> None:
         answer.resume(ENDED, "it ended")
 
 
+def test_nothing_is_read_behind_the_end(answer: Answer) -> None:
+    told = {"completion_tokens": 1, "finish_reason": {"type": "length"}}
+    end = json.dumps({"output_ids": [1], "meta_info": told}).encode()
+    (piece,) = answer.read(b"data: " + end + b"\ndata: of a proxy\n")
+    assert piece.finish_reason == {"type": "length"} and answer.has_ended
+
+
 def test_missing_tokens_are_no_answer() -> None:
     answer = Answer(PROMPT, GREEDY, is_seeded=False, resume_s=60)
     chunk = {"output_ids": [1], "meta_info": {"completion_tokens": 2, "finish_reason": None}}

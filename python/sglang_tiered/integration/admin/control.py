@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.api import CallError
 from sglang_tiered.integration.admin.calls import DETACHED, Calls, is_detached, outcome
-from sglang_tiered.integration.admin.conversation_calls import forget, pin, prefetch, unpin
+from sglang_tiered.integration.admin.conversation_calls import (
+    Forgets,
+    forget,
+    pin,
+    prefetch,
+    unpin,
+)
 from sglang_tiered.integration.admin.conversations import (
     checkpoint,
     erasure_of,
@@ -56,7 +62,7 @@ class Control:
                 "checkpoint": checkpoint,
                 "pin": pin,
                 "unpin": unpin,
-                "forget": forget,
+                "forget": partial(forget, Forgets()),
                 "prefetch": prefetch,
             }
         )

@@ -2,9 +2,10 @@
 bucket, forget it, load it ahead.
 
 A pin is refused on all ranks or on none: they ask before any takes it, in the place of another of
-its name. Whether what is forgotten is so durably, and known to every other server, is asked
-afterwards. A hint begins on all ranks in one step, and all load the same tokens: the least that any
-rank's tiers hold. What then becomes of it is ``Hints``' affair.
+its name. Where one cannot any more once all have asked, the next pin of that name settles it.
+Whether what is forgotten is so durably, and known to every other server, is asked afterwards. A
+hint begins on all ranks in one step, and all load the same tokens: the least that any rank's tiers
+hold. What then becomes of it is ``Hints``' affair.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.identity.recent_requests import PrefixSelector
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["forget", "pin", "prefetch", "unpin"]
+__all__ = ["Forgets", "forget", "pin", "prefetch", "unpin"]
 
 TOO_SHORT = "the prefix is shorter than a page of {} tokens, so there is nothing to pin"
 NOTHING_HELD = (
@@ -149,15 +150,38 @@ def _stored_names(cache: TieredRadixCache, body: dict[str, Any]) -> Steps:
     return list(dict.fromkeys([*names, *(name for name, _ in found)]))
 
 
-_allowance, _allowance_again = ForgetAllowance(), ForgetAllowance()
-"""Of this scheduler process; the second of pages that are forgotten again within their hour, as by
-one who asks until it is durable. That takes nothing of what others may forget."""
+class Forgets:
+    """What one scheduler process has forgotten in the last hour. Pages that are forgotten again
+    within it, as by one who asks until it is durable, have an allowance of their own: that takes
+    nothing of what others may forget. Scheduler thread only."""
 
-_forgotten: dict[str, float] = {}
-"""When pages were forgotten in the last hour, the oldest first."""
+    def __init__(self, max_pages: int = MAX_KEYS) -> None:
+        self._allowance, self._again = ForgetAllowance(max_pages), ForgetAllowance(max_pages)
+        self._pages: dict[str, float] = {}  # when they were, the oldest first
+
+    def spend(self, pages: Sequence[str]) -> Steps:
+        """Note that pages are forgotten, on all ranks or on none. Raises ``CallError``."""
+        if not pages:
+            return
+        now = time.monotonic()
+        while self._pages and (oldest := next(iter(self._pages.items())))[1] + WINDOW_S <= now:
+            del self._pages[oldest[0]]
+        new = [page for page in pages if page not in self._pages]
+        spent = [(self._allowance, len(new)), (self._again, len(pages) - len(new))]
+        asked = f"these are {len(pages):,} pages, and a server forgets {MAX_KEYS:,} in an hour"
+        if math.isinf(self._allowance.wait_s(len(pages), now)):
+            raise CallError(f"{asked}: use a purge of the tenant", 503)
+        wait_s = max(allowance.wait_s(num, now) for allowance, num in spent)
+        (least,) = yield [-math.ceil(wait_s)]
+        if least:
+            wait = f"use a purge of the tenant, or ask again after {-least} s"
+            raise CallError(f"{asked}: {wait}", 503)
+        for allowance, num in spent:
+            allowance.take(num, now)
+        self._pages.update(dict.fromkeys(new, now))
 
 
-def forget(cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Steps:
+def forget(spent: Forgets, cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Steps:
     """Forget a conversation behind its first ``keep_tokens``, or the pages with these
     ``hashes``."""
     page_size = int(cache.page_size)
@@ -171,7 +195,7 @@ def forget(cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Steps:
             return UNKNOWN
         behind = (_pages_behind(cache, each, num_kept) for each in selectors)
         hashes = list(dict.fromkeys(page for pages in behind for page in pages))
-    yield from _spend(hashes)
+    yield from spent.spend(hashes)
     begun = cache.erase(erasure_of(number, hashes=hashes)) if hashes else []
     if is_detached(cache):
         raise CallError(DETACHED, 503)
@@ -188,27 +212,6 @@ def forget(cache: TieredRadixCache, number: str, body: dict[str, Any]) -> Steps:
             if cache.pp_size > 1 and hashes:
                 raise CallError(STAGED, 503)
         yield {**report, "done": done, "durable": durable}
-
-
-def _spend(pages: Sequence[str]) -> Steps:
-    """Note that pages are forgotten, on all ranks or on none. Raises ``CallError``."""
-    if not pages:
-        return
-    now = time.monotonic()
-    while _forgotten and (oldest := next(iter(_forgotten.items())))[1] + WINDOW_S <= now:
-        del _forgotten[oldest[0]]
-    new = [page for page in pages if page not in _forgotten]
-    spent = [(_allowance, len(new)), (_allowance_again, len(pages) - len(new))]
-    asked = f"these are {len(pages):,} pages, and a server forgets {MAX_KEYS:,} in an hour"
-    if math.isinf(_allowance.wait_s(len(pages), now)):
-        raise CallError(f"{asked}: use a purge of the tenant", 503)
-    wait_s = max(allowance.wait_s(num, now) for allowance, num in spent)
-    (least,) = yield [-math.ceil(wait_s)]
-    if least:
-        raise CallError(f"{asked}: use a purge of the tenant, or ask again after {-least} s", 503)
-    for allowance, num in spent:
-        allowance.take(num, now)
-    _forgotten.update(dict.fromkeys(new, now))
 
 
 def _longest(selectors: list[PrefixSelector]) -> list[PrefixSelector]:

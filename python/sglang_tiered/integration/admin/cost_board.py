@@ -84,6 +84,8 @@ class CostBoard:
             return None
         if is_board and os.fstat(descriptor).st_size == _size(int(num_ranks)):
             return cls(descriptor, int(num_ranks), boot)
+        if is_board:
+            os.close(descriptor)
         logger.warning("costs are not published: %s is no board of this server", path)
         return None
 

@@ -41,7 +41,6 @@ from sglang_tiered.api import (
 )
 from sglang_tiered.integration.admin import service
 from sglang_tiered.integration.admin.costs import abort_rooms, event_source, server_costs
-from sglang_tiered.integration.admin.keys import PAGE
 from sglang_tiered.integration.admin.role_switch import ModelDoor, is_draining
 from sglang_tiered.integration.admin.service import Report
 from sglang_tiered.policy.server_costs import ABANDONED
@@ -58,10 +57,13 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.admin.cost_board import CostBoard
     from sglang_tiered.request_log import RequestLogConfig
 
+    Application = Callable[[Any, Any, Any], Awaitable[None]]
     Answer = Callable[[Call, Request], Awaitable[Report]]
     Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 __all__ = ["TAIL_BYTES", "add_routes", "newest_requests"]
+
+PAGE = "/tier/"
 
 MINUTE_S = 60.0
 
@@ -81,7 +83,8 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig, *, has_key:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     app.add_middleware(ModelDoor)
-    app.add_route(PAGE, _page)
+    build = app.build_middleware_stack
+    app.build_middleware_stack = lambda: _Page(build())  # type: ignore[method-assign]
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
     others = {CostsCall: _costs(board, config), RequestsCall: _newest(config)}
     for call in CALLS:
@@ -111,8 +114,9 @@ def _endpoint(call: type[Call], answer: Answer, *, has_key: bool) -> Endpoint:
             report = await answer(decode(call, given), request)
         except CallError as error:
             report = Report(error.status, {"error": str(error)})
-        body, again = msgspec.json.encode(report.body), {"Retry-After": "1"}
-        headers = again if report.status == 503 else None
+        body, is_costs = msgspec.json.encode(report.body), call is CostsCall
+        # Others say in their sentence when: an hour's allowance is not back in a second.
+        headers = {"Retry-After": "1"} if is_costs and report.status == 503 else None
         return Response(body, report.status, headers, media_type="application/json")
 
     return endpoint
@@ -232,12 +236,22 @@ def _is_of_another_site(headers: Mapping[str, str]) -> bool:
     return origin is not None and origin.partition("://")[2] != headers.get("host")
 
 
-async def _page(_: Request) -> Response:
-    return _read_page()
+class _Page:
+    """Answers ``GET`` and ``HEAD`` of ``PAGE`` in front of SGLang's application and its keys, and
+    opens nothing else: SGLang decides about keys by a path that it reads out of a URL, which may be
+    another one than is served."""
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        is_page = path == PAGE and scope.get("method") in ("GET", "HEAD")
+        await (_page() if is_page else self._app)(scope, receive, send)
 
 
 @functools.cache
-def _read_page() -> Response:
+def _page() -> Response:
     """Return the page, which is read when somebody first looks."""
     text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     policy = "; ".join(

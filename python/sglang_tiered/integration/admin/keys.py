@@ -1,5 +1,5 @@
 """Keys that open one call alone, made of the operator's: of ``GET /tier/costs``, and of one order
-by ``POST /pd_role_switch``, which each process of a server takes once. The page needs none."""
+by ``POST /pd_role_switch``, which each process of a server takes once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from sglang_tiered.policy.server_costs import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["PAGE", "around_auth", "ordered_role", "take_orders"]
-
-PAGE = "/tier/"
+__all__ = ["around_auth", "ordered_role", "take_orders"]
 
 
 class _Orders:
@@ -50,8 +48,6 @@ def around_auth(decide: Callable[..., Any], **told: Any) -> Any:
     given = told["authorization_header"] or ""
     path = told["path"].removeprefix(get_serving().fastapi_root_path or "")
     call, wanted = f"{told['method']} {path}", ""
-    if call in (f"GET {PAGE}", f"HEAD {PAGE}"):  # which holds nothing of a server
-        told["method"] = "OPTIONS"  # of which SGLang asks no key
     if operator and call == COSTS_CALL:
         wanted = costs_key(operator)
     elif operator and call == SWITCH_CALL and (order := order_of(given.removeprefix(_BEARER))):

@@ -15,9 +15,10 @@ from sglang_tiered.integration.admin import calls, conversations, listing
 from sglang_tiered.integration.admin import conversation_calls as pins
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversations import prefix_of_body, prefixes_of_body
+from sglang_tiered.integration.admin.pin_notes import keepers
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import NO_TENANT, tenant_digest
-from sglang_tiered.storage.base import Tier
+from sglang_tiered.storage.base import PinRefusal, Tier
 
 if TYPE_CHECKING:
     from array import array
@@ -208,7 +209,8 @@ def test_refusal_elsewhere_keeps_the_pin_before(
         ask, told = Caller(world), list[int]()  # that this rank can
         note(world, "1", A, "chat")
         assert ask.pin(rid="1", tier=tier)["num_missing"] == 0
-        pinned = ask.rows()[0]["pins"]
+        keeper = keepers(world.cache.storage)[Tier(tier)]
+        pinned, notes = ask.rows()[0]["pins"], keeper.pin_notes(NO_TENANT)
         note(world, "2", A + B, "chat")
 
         def reduce(data: torch.Tensor, _: Any) -> None:
@@ -221,7 +223,63 @@ def test_refusal_elsewhere_keeps_the_pin_before(
             answer = ask.pin(rid="2", tier=tier)
         assert answer["status"] == 409 and "another rank" in answer["error"]
         assert told == [1] and ask.rows()[0]["pins"] == pinned
+        assert keeper.pin_notes(NO_TENANT) == notes, "nothing was to be stored yet"
         assert ask.pin(rid="2", tier=tier)["num_tokens"] == len(A + B)
+
+
+def test_long_list_is_matched_in_steps(
+    world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler serves nobody meanwhile."""
+    monkeypatch.setattr(listing, "_STEP_TOKENS", len(A))
+    for rid, tokens in (("1", A), ("2", B)):
+        note(world, rid, tokens)
+    located: list[Any] = []
+    locate = conversations.locate
+    monkeypatch.setattr(listing, "locate", lambda *given: located.append(1) or locate(*given))
+    body, most = {"limit": 100, "after": {}}, 0
+    answer: dict[str, Any] = {"done": False}
+    while not answer["done"]:
+        before = len(located)
+        answer = ask._control.calls.answer(world.cache, "conversations", "n", body)
+        most = max(most, len(located) - before)
+    assert (most, len(located), len(answer["conversations"])) == (1, 2, 2)
+
+
+def test_pin_refused_once_asked_is_none(
+    world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is still to be stored may fill the bound between."""
+    note(world, "1", A, "chat")
+    assert ask.pin(rid="1")["num_missing"] == 0
+    pinned, engine = ask.rows()[0]["pins"], world.cache.storage.region_engine
+    note(world, "2", A + B, "chat")
+    asks = engine.pin
+
+    def fills(*given: Any, only_asks: bool = False) -> Any:
+        return asks(*given, only_asks=True) if only_asks else PinRefusal(1, 1, 1, "it is full")
+
+    with monkeypatch.context() as full:
+        full.setattr(engine, "pin", fills)
+        answer = ask.pin(rid="2")
+    assert answer["status"] == 503 and ask.rows()[0]["pins"] == pinned
+    assert ask.pin(rid="2")["num_tokens"] == len(A + B)
+
+
+def test_failed_checkpoint_is_told_and_kept(
+    world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller would wait for the time to be up, for nothing."""
+
+    def fail(*_: Any) -> int:
+        raise OSError("a bucket that is closed")
+
+    note(world, "1", A)
+    with monkeypatch.context() as closed:
+        closed.setattr(conversations, "make_durable", fail)
+        with pytest.raises(OSError, match="closed"):
+            ask("checkpoint", rid="1")
+    assert ask("checkpoint", rid="1")["num_missing"] == 0, "its thread lives"
 
 
 def test_bucket_keeps_what_is_pinned_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

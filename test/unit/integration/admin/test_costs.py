@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,6 +220,15 @@ def test_no_other_file_is_taken_for_the_board(tmp_path: Path) -> None:
     (told,) = environment.values()
     file = tmp_path / "file"
     file.write_bytes(bytes(4 * cost_board.PLACE_BYTES))
-    other = {cost_board.ENVIRONMENT_VARIABLE: ":".join([str(file), *told.split(":")[1:]])}
-    for each in (environment, other):
-        assert CostBoard.from_environment(each) is None
+    with file.open() as opened_file, CostBoard.create(3, 1) as another:  # of another server
+        path = f"/proc/{os.getpid()}/fd/{opened_file.fileno()}"
+        other = {cost_board.ENVIRONMENT_VARIABLE: ":".join([path, *told.split(":")[1:]])}
+        another.to_environment(environment)
+        path = environment[cost_board.ENVIRONMENT_VARIABLE].split(":")[0]
+        environment[cost_board.ENVIRONMENT_VARIABLE] = ":".join([path, *told.split(":")[1:]])
+        num_open = len(os.listdir("/proc/self/fd"))
+        for each in (environment, other):
+            assert CostBoard.from_environment(each) is None
+        assert len(os.listdir("/proc/self/fd")) == num_open
+    environment[cost_board.ENVIRONMENT_VARIABLE] = told
+    assert CostBoard.from_environment(environment) is None

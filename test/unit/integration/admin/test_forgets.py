@@ -15,11 +15,11 @@ from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_tiered.budgets import ForgetAllowance
-from sglang_tiered.integration.admin import conversation_calls as forgets
-from sglang_tiered.integration.admin import conversations
-from sglang_tiered.integration.admin.calls import Calls
-from sglang_tiered.integration.admin.conversation_calls import forget, pin
+from sglang_tiered.api import CallError
+from sglang_tiered.budgets import WINDOW_S
+from sglang_tiered.integration.admin import conversation_calls, conversations
+from sglang_tiered.integration.admin.calls import DETACHED, Calls
+from sglang_tiered.integration.admin.conversation_calls import Forgets, _longest, forget, pin
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.storage.base import NO_TENANT
@@ -37,9 +37,12 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheWorl
         yield world
 
 
-def asker(world: CacheWorld) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
+def asker(
+    world: CacheWorld, forgets: Forgets | None = None
+) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     """Asks a scheduler to forget, by the number of the call."""
-    return partial(Calls({"forget": forget}).answer, world.cache, "forget")
+    calls = Calls({"forget": partial(forget, forgets or Forgets())})
+    return partial(calls.answer, world.cache, "forget")
 
 
 def residency(world: CacheWorld, body: dict[str, Any]) -> dict[str, Any]:
@@ -89,17 +92,9 @@ def test_neighbours_rid_is_unknown(world: CacheWorld) -> None:
     assert answer(world, rid="r", keep_tokens=0, **keys)["num_tokens"] == 6 * PAGE
 
 
-def allow(num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an hour in which nothing was forgotten yet."""
-    monkeypatch.setattr(forgets, "_allowance", ForgetAllowance(num_pages))
-    monkeypatch.setattr(forgets, "_allowance_again", ForgetAllowance(num_pages))
-    monkeypatch.setattr(forgets, "_forgotten", {})
-
-
-def test_too_many_pages_change_nothing(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_pages_change_nothing(world: CacheWorld) -> None:
     """Another tenant's would go for pages that never were."""
-    allow(7, monkeypatch)
-    ask = asker(world)
+    ask = asker(world, Forgets(7))
     everything = {"input_ids": TOKENS.tolist(), "keep_tokens": 0}
     assert "error" not in ask("m", {"hashes": ["ff" * 32] * 2})
     for number, body in (("o", everything), ("p", {"hashes": ["00" * 32] * 6})):
@@ -111,16 +106,32 @@ def test_too_many_pages_change_nothing(world: CacheWorld, monkeypatch: pytest.Mo
     assert "error" not in ask("r", {**everything, "keep_tokens": PAGE})
 
 
-def test_asking_again_takes_no_other_tenants_allowance(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_asking_again_takes_no_other_tenants_allowance(world: CacheWorld) -> None:
     """A server that is away makes each ask until it is back. That has a bound too."""
-    allow(7, monkeypatch)
-    ask, body = asker(world), {"hashes": [f"{page:064x}" for page in range(100, 103)]}
+    ask, body = asker(world, Forgets(7)), {"hashes": [f"{page:064x}" for page in range(100, 103)]}
     for number in ("1", "2", "3"):
         assert "error" not in ask(number, body)
     assert "error" not in ask("other", {"hashes": [f"{page:064x}" for page in range(4)]})
     assert "or ask again after 3" in ask("4", body)["error"]
+
+
+def test_an_hour_later_pages_are_new_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or what was ever forgotten would be kept, and count as asked again."""
+    clock, forgets = SimpleNamespace(monotonic=lambda: 0.0), Forgets(3)
+    monkeypatch.setattr(conversation_calls, "time", clock)
+
+    def spend() -> None:
+        steps = forgets.spend(["a", "b", "c"])
+        waits = next(steps)
+        with pytest.raises(StopIteration):
+            steps.send(waits)
+
+    spend()
+    clock.monotonic = lambda: WINDOW_S
+    spend()
+    spend()
+    with pytest.raises(CallError, match="ask again after 3600 s"):
+        spend()
 
 
 def test_branches_are_compared_in_linear_time() -> None:
@@ -130,7 +141,7 @@ def test_branches_are_compared_in_linear_time() -> None:
     beginnings = [PrefixSelector(common[:end], None, None) for end in range(1, 3000)]
     other = PrefixSelector(common[:5], "key", None)
     begun = time.process_time()
-    found = forgets._longest([*branches, *beginnings, other, other])
+    found = _longest([*branches, *beginnings, other, other])
     assert time.process_time() - begun < 20, "pair by pair they take minutes"
     assert sorted(found, key=lambda one: (len(one.tokens), one.tokens[-1])) == [other, *branches]
 
@@ -138,7 +149,7 @@ def test_branches_are_compared_in_linear_time() -> None:
 def test_detached_tiers_do_not_answer_durable(world: CacheWorld) -> None:
     assert world.cache.detach_storage_backend()[0]
     got = answer(world, input_ids=TOKENS.tolist(), keep_tokens=0)
-    assert got["status"] == 503 and got["error"] == forgets.DETACHED
+    assert got["status"] == 503 and got["error"] == DETACHED
     match = world.cache.match_prefix(MatchPrefixParams(key=RadixKey(TOKENS, None)))
     assert match.device_prefix_len == match.host_hit_length == 0
 

@@ -104,8 +104,31 @@ def test_page_alone_needs_no_key(served: Callable[..., httpx.Response]) -> None:
         response = served(method, "/tier/", "own")
         assert response.status_code == 200
         assert "default-src 'none'" in response.headers["content-security-policy"]
-    for method, path in (("POST", "/tier/"), ("GET", "/tier/tenants"), ("GET", "/tier/costs")):
-        assert served(method, path, "own").status_code == 401
+    for method, path in (
+        ("POST", "/tier/"),
+        ("GET", "/tier/tenants"),
+        ("GET", "/tier/costs"),
+        ("GET", "//tier/"),
+        ("GET", "/TIER/"),
+        ("GET", "/ti%09er/"),  # as a URL it is the page, and as a route it is not
+        ("GET", "/tier/%3F"),
+    ):
+        assert served(method, path, "own").status_code == 401, path
+    host = {"host": "x/tier/?"}
+    assert served("GET", "/tier/tenants", "own", headers=host).status_code == 401
+
+
+def test_nobody_is_told_to_ask_too_early(
+    served: Callable[..., httpx.Response], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allowance of an hour is not back in a second."""
+
+    async def refuse(*_: Any) -> Report:
+        raise CallError("ask again after 3,000 s", 503)
+
+    monkeypatch.setattr(http_api, "_ask_schedulers", refuse)
+    response = served("POST", "/tier/forget", json={"rid": "r"})
+    assert response.status_code == 503 and "retry-after" not in response.headers
 
 
 @pytest.mark.parametrize(
