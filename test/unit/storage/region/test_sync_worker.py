@@ -13,7 +13,8 @@ from kit.clock import Clock
 from kit.faulty import Fault, FaultyDevice, fail_once
 from kit.runs import make_run
 from kit.tiers import open_region, store
-from sglang_tiered.storage.base import Health
+from sglang_tiered.storage.base import Erasure, Health
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, writer
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -102,14 +103,17 @@ def test_reclaim_waits_for_no_other_sync(tmp_path: Path) -> None:
 
     device.before = wait_at_the_second
     engine = open_region(tmp_path, device=device, **sizes)
-    flushing = threading.Thread(target=engine.flush, args=(TIMEOUT_S,))
+    flushed: list[bool] = []
+    flushing = threading.Thread(target=lambda: flushed.append(engine.flush(TIMEOUT_S)))
     flushing.start()
     try:
         assert reached.wait(TIMEOUT_S)
         job = engine.submit_store(make_run(9, [4096] * 10))
         assert job.wait(TIMEOUT_S / 2), "it waits for the sync of another region"
         assert all(job.ok)
+        assert is_true(engine.erase(Erasure.of(make_run(3, [4096] * 10).keys)), TIMEOUT_S)
     finally:
         goes_on.set()
         flushing.join(TIMEOUT_S)
         engine.close()
+    assert flushed == [True], "one of them went before its sync"
