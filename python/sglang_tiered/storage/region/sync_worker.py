@@ -90,8 +90,6 @@ class SyncWorker(StorePart):
             state.syncing = True
             for region in dirty:
                 region.dirty = False
-                region.syncing = True
-                state.regions.pin(region)
         durable = False
         try:
             durable = self._sync_all([region for region in dirty if not region.suspect])
@@ -104,10 +102,6 @@ class SyncWorker(StorePart):
             with state.lock:
                 for region in dirty:  # next time
                     region.dirty = state.any_dirty = True
-        for region in dirty:
-            with state.lock:
-                region.syncing = False
-            self.unpin(region)
         with state.lock:
             state.syncing = False
         for order in orders:
@@ -137,8 +131,8 @@ class SyncWorker(StorePart):
         synced = []
         for region in regions:
             try:
-                self._barrier.sync(region)
-                synced.append(region)
+                if self._sync(region):
+                    synced.append(region)
             except OSError as error:
                 failure = error
         names_synced = True
@@ -166,3 +160,19 @@ class SyncWorker(StorePart):
         elif regions:
             self._log.settle("sync")
         return failure is None and not any_suspect
+
+    def _sync(self, region: Region) -> bool:
+        """Sync a region, unless it has gone meanwhile. It is pinned for no longer: after a start
+        all regions are synced, and reclaim waits for the room of those that are pinned."""
+        with self._state.lock:
+            if region.retired:
+                return False
+            region.syncing = True
+            self._state.regions.pin(region)
+        try:
+            self._barrier.sync(region)
+        finally:
+            with self._state.lock:
+                region.syncing = False
+            self.unpin(region)
+        return True

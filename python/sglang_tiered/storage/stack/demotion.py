@@ -121,6 +121,14 @@ class DemotionQueue:
                 self.num_keys -= len(chain.keys)
             return chain
 
+    def interrupted(self, keys: Sequence[bytes], chain: StoredChain) -> None:
+        """Have the rest of a chain that was taken be the next again, in the room that it had."""
+        with self._lock:
+            self._failed.appendleft(
+                StoredChain(tuple(keys), chain.tenant, chain.returned, chain.num_tries)
+            )
+            self.num_keys += len(keys)
+
     def failed(self, keys: Sequence[bytes], chain: StoredChain, *, is_try: bool = True) -> bool:
         """Queue pages of a chain again after a pause that failed, or without ``is_try`` could not
         be tried. False when that was the last time, or where there is no room."""
@@ -302,7 +310,8 @@ class Demoter:
             may_go = self._has_room(batch) and self._is_idle() and self._serves()
             if not (may_go and self._bucket.takes_stores):
                 left = [page.key for rest in batches[number:] for page in rest.pages]
-                self._again(left, chain, is_try=False)
+                if not self._closed:
+                    self.queue.interrupted(left, chain)
                 return
             self._copy(batch)
 
@@ -367,7 +376,7 @@ class Demoter:
                     if self._generation() == generation:
                         job = self._bucket.submit_store(run)
                 if job is None and not (self._closed or self._suspended):
-                    self._again([page.key for page in batch.pages], batch.chain, is_try=False)
+                    self.queue.interrupted([page.key for page in batch.pages], batch.chain)
             if run is None or job is not None:
                 self._count(num_gone=len(batch.pages) - num_read)
         except BaseException:

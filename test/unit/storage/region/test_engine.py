@@ -13,9 +13,11 @@ from kit.faulty import FaultyDevice
 from kit.runs import OTHER_NAMESPACE, make_run
 from kit.tiers import close_whole, load, loads, open_region, store
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import Reason, Run, Stop
+from sglang_tiered.storage.base import Erasure, Reason, Run, Stop
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.region.pins import PinRefusal
 
 REGION = 64 * 1024
 
@@ -133,3 +135,28 @@ def test_close_finishes_only_what_is_being_written(
     closing.join(TIMEOUT_S)
     assert not closing.is_alive()
     assert finished(first) == [Reason.OK if passes else Reason.CANCELLED]
+
+
+def test_an_expiry_serves_no_erasure_early(tmp_path: Path, gate: Gate) -> None:
+    """With a store under way the end of the log may still go back."""
+    now = [1000.0]
+    device = FaultyDevice(FileDevice(tmp_path), before=gate)
+    engine = open_region(tmp_path, device=device, wall_clock=lambda: now[0], **SIZES)
+    gate.opened.set()
+    pinned = engine.pin("p", make_run(1, [4096]).keys, until_s=1010.0)
+    assert not isinstance(pinned, PinRefusal) and is_true(pinned, TIMEOUT_S)
+    gate.opened.clear()
+    gate.entered.clear()
+    gate.passes = 1  # the region's header, by the writer itself
+    job = engine.submit_store(make_run(2, [4096]))
+    assert gate.entered.wait(TIMEOUT_S)
+    now[0] = 2000.0
+    durable = engine.erase(Erasure.of(make_run(3, [4096]).keys))
+    eventually(lambda: not len(engine._state.pins), "it does not expire")
+    with engine._state.lock:
+        assert engine._state.erases and engine._state.writes
+    gate.opened.set()
+    assert finished(job) == [Reason.OK] and is_true(durable, TIMEOUT_S)
+    with engine._state.lock:
+        assert engine._state.pins.pause_s() is None, "the writer would look again and again"
+    engine.close()

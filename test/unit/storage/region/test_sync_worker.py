@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from kit.clock import Clock
 from kit.faulty import Fault, FaultyDevice, fail_once
 from kit.runs import make_run
 from kit.tiers import open_region, store
-from sglang_tiered.storage.base import Health
+from sglang_tiered.storage.base import Erasure, Health
+from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, writer
 from sglang_tiered.storage.region.device import FileDevice
 
@@ -83,3 +85,35 @@ def test_names_found_at_a_start_stay_durable(tmp_path: Path) -> None:
     assert not engine.flush(TIMEOUT_S)
     assert engine.flush(TIMEOUT_S), "what it holds counts as lost"
     engine.close()
+
+
+def test_reclaim_waits_for_no_other_sync(tmp_path: Path) -> None:
+    """After a start every region is synced: thousands, of which the first may have to go."""
+    sizes = {"capacity_bytes": 4 * REGION, "region_bytes": REGION, "sync_interval_s": 1000.0}
+    engine = open_region(tmp_path, **sizes)
+    store(engine, *(make_run(seed, [4096] * 10) for seed in range(4)))
+    engine.close()
+    device = FaultyDevice(FileDevice(tmp_path))
+    reached, goes_on = threading.Event(), threading.Event()
+
+    def wait_at_the_second(operation: str) -> None:
+        if operation == "sync" and device.calls.count("sync") == 2:
+            reached.set()
+            assert goes_on.wait(TIMEOUT_S)
+
+    device.before = wait_at_the_second
+    engine = open_region(tmp_path, device=device, **sizes)
+    flushed: list[bool] = []
+    flushing = threading.Thread(target=lambda: flushed.append(engine.flush(TIMEOUT_S)))
+    flushing.start()
+    try:
+        assert reached.wait(TIMEOUT_S)
+        job = engine.submit_store(make_run(9, [4096] * 10))
+        assert job.wait(TIMEOUT_S / 2), "it waits for the sync of another region"
+        assert all(job.ok)
+        assert is_true(engine.erase(Erasure.of(make_run(3, [4096] * 10).keys)), TIMEOUT_S)
+    finally:
+        goes_on.set()
+        flushing.join(TIMEOUT_S)
+        engine.close()
+    assert flushed == [True], "one of them went before its sync"

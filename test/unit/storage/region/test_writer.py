@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -202,3 +203,32 @@ def test_an_irremovable_region_does_not_wedge_reclaim(tmp_path: Path) -> None:
     assert bench.engine.stats().num_regions_stuck == 0
     assert first not in {file.name for file in bench.files()}
     bench.engine.close()
+
+
+def test_no_footer_lists_what_is_not_written(tmp_path: Path) -> None:
+    """A region is full before the last of it is written, which may fail."""
+    sizes = {"capacity_bytes": 4 * 64 * 1024, "region_bytes": 64 * 1024}
+    device = FaultyDevice(FileDevice(tmp_path))
+    held, goes_on = threading.Event(), threading.Event()
+
+    def fail_the_first(operation: str) -> None:
+        is_extent = threading.current_thread().name.startswith("tier-io")
+        if operation == "writev" and is_extent and not held.is_set():
+            held.set()
+            assert goes_on.wait(TIMEOUT_S)
+            raise OSError(errno.EIO, "on purpose")
+
+    device.before = fail_the_first
+    engine = open_region(tmp_path, device=device, **sizes)
+    first, second = make_run(1, [4096] * 11), make_run(2, [4096] * 11)
+    failing = engine.submit_store(first)
+    assert held.wait(TIMEOUT_S)
+    other = engine.submit_store(second)
+    eventually(lambda: len(engine._state.regions) == 2, "the first region is not full")
+    goes_on.set()
+    assert finished(failing) == [Reason.IO_ERROR] * 11
+    assert finished(other) == [Reason.OK] * 11
+    engine.close()
+    engine = open_region(tmp_path, **sizes)
+    assert not any(engine.contains(first.keys)) and all(engine.contains(second.keys))
+    engine.close()

@@ -63,6 +63,16 @@ def test_a_failed_chain_without_room_is_noted() -> None:
     assert not queue.failed(chain.keys, chain) and queue.overflowed, "no walk looks for it"
 
 
+def test_an_interrupted_chain_is_next_without_room() -> None:
+    queue = make_queue(max_keys=4)
+    queue.add(keys(0, 4), TENANT)
+    chain = queue.take()
+    assert chain is not None and queue.add(keys(10, 4), TENANT)
+    queue.interrupted(chain.keys[1:], chain)
+    assert not queue.overflowed and queue.num_free == 0
+    assert taken(queue) == [keys(1, 3), keys(10, 4)]
+
+
 def test_a_failed_chain_pauses_longer_then_ends() -> None:
     now = [0.0]
     queue = make_queue(now=now)
@@ -97,8 +107,10 @@ def test_the_books_balance(events: list[tuple[str, int]]) -> None:
             queue.touch(keys(10 * number, 2))
         else:
             chain = queue.take()
-            if chain is not None and name != "take":
-                queue.failed(chain.keys, chain, is_try=name == "fail")
+            if chain is not None and name == "fail":
+                queue.failed(chain.keys, chain)
+            elif chain is not None and name == "back":
+                queue.interrupted(chain.keys, chain)
         held = [*queue._failed, *queue._returned.values(), *queue._fresh.values()]
         assert queue.num_keys == sum(len(chain.keys) for chain in held)
         assert not queue._returned.keys() & queue._fresh.keys()

@@ -178,6 +178,18 @@ def test_nothing_is_copied_while_a_load_runs(still: TierStack, tiers: Any) -> No
     tiers.until("it never went on", num_demoted=4)
 
 
+def test_an_interrupted_chain_goes_on_at_once(tiers: Any) -> None:
+    """A busy server interrupts at almost every batch: with a pause each, none would end."""
+    tiers.bucket.known = False
+    engine = tiers.open(StackSettings(batch_bytes=8192, retry_s=1000.0, max_queued_keys=4))
+    store(engine, make_run(1, PAGES))
+    answers = iter([True, True, True, False])  # of a step, and before each batch
+    engine._demoter._is_idle = lambda: next(answers, True)
+    tiers.bucket.known = True
+    tiers.until("it waits for a retry", num_demoted=4)
+    assert next(answers, None) is None and engine.stack_stats().num_demotions_dropped == 0
+
+
 def test_failed_copies_are_retried_then_dropped(engine: TierStack, tiers: Any) -> None:
     tiers.bucket.refuse = Reason.IO_ERROR
     store(engine, make_run(1, PAGES))
