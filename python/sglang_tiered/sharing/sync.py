@@ -335,5 +335,6 @@ class PeerSync:
                 keep(local, False)
                 continue
             self._log.settle("erase")
+            self.book.num_applied += 1
             local.add_done_callback(lambda _: self._wake())
             erased.add_done_callback(partial(keep_as, local))
