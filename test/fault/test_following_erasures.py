@@ -156,6 +156,24 @@ def test_a_broken_connection_ends_no_erasure(servers: Servers) -> None:
     assert {TENANT, ANOTHER} <= set(two.purged)
 
 
+def test_an_erasure_waits_for_a_first_answer(servers: Servers) -> None:
+    """Of a server that was named just now, and has a page of the tenant."""
+    one, two = servers.open([1]), servers.open([2], listed=False)
+    blocked, gate, follower = threading.Event(), threading.Event(), one.sync.follower
+    two.pages.loop.call(lambda: (blocked.set(), gate.wait(60.0)))
+    assert blocked.wait(60.0)
+    servers.roster.append(two.target)
+    address = f"tcp://{two.target.host}:{two.target.port}"
+    eventually(lambda: address in follower._followed and follower._followed[address].link.is_open)
+    done = one.erase(Erasure(tenant=TENANT))
+    eventually(lambda: one.sync.digest == one.sync.book.digest)  # it is noted
+    looked = threading.Event()
+    follower._loop.call(lambda: (follower._settle(), looked.set()))
+    assert looked.wait(60.0) and not done.done()
+    gate.set()
+    assert is_true(done, 20.0) and two.purged == [TENANT]
+
+
 def test_a_name_never_found_ends_no_erasure(servers: Servers) -> None:
     servers.roster.append(Target("no-such-host.invalid", 1))
     one = servers.open([1])

@@ -151,6 +151,18 @@ def test_pages_beyond_the_bound_wait_for_room() -> None:
     assert one.mirrored() == set(range(31, 61))
 
 
+def test_who_begins_cuts_nobody_known() -> None:
+    """The last twentieth is for what those store that are known."""
+    mirror = Mirror(100, 2, salt=1, digest=lambda: NOTHING, clock=lambda: 0.0)
+    one, two = mirror.join(peer_of(1)), mirror.join(peer_of(2))
+    assert one is not None and two is not None
+    assert mirror.add_pages(one, fingerprints(range(1, 91)))
+    mirror.loaded(one)
+    assert not mirror.add_pages(two, fingerprints(range(201, 209)))
+    mirror.cut(two, 8)
+    assert mirror.add_pages(one, fingerprints(range(91, 99)))
+
+
 def changes(**more: Any) -> Changes:
     named = {"epoch": 7, "sequence": 1, "start": 0, "end": None, "num_added": 1, "num_removed": 0}
     return Changes(bytes(32), b"s" * 16, NOTHING, **{**named, "more": False, **more})
