@@ -60,6 +60,7 @@ class Followed:
         question = self.position.ask(bytes(32), bytes(16), NOTHING)
         position = question.epoch, question.sequence, question.cursor
         said, payload = self.source.since(*position)
+        assert len(payload) <= 8 * max(holdings.MAX_FINGERPRINTS, 2), "no follower takes more"
         return Changes(bytes(32), b"s" * 16, NOTHING, *said), [payload]
 
     def read(self, how: str = "once") -> bool:

@@ -13,6 +13,7 @@ from page_peers import (
     HOST,
     NAMESPACE,
     PATIENT,
+    Pages,
     StrangeServer,
     make_pages,
     page_client,
@@ -28,9 +29,9 @@ from sglang_tiered.storage.base import Reason, Run
 PAGES = make_pages(1, [4096, 5000])
 
 
-def blank(more: int = 0) -> Run:
+def blank(more: int = 0, pages: Pages = PAGES) -> Run:
     """Room for the pages, each by so much too long."""
-    return Run(tuple(PAGES), tuple((memoryview(bytearray(len(p) + more)),) for p in PAGES.values()))
+    return Run(tuple(pages), tuple((memoryview(bytearray(len(p) + more)),) for p in pages.values()))
 
 
 def mirror_of(*holders: Peer, first: Peer) -> Mirror:
@@ -95,6 +96,15 @@ def test_pages_asked_for_wrongly_are_found_after() -> None:
         for run, reason in ((blank(1), Reason.MISS), (blank(), Reason.OK)):
             job = loader.submit(run, NAMESPACE, deadline_s=None)
             assert job.wait(DEADLINE_S) and job.reasons == [reason] * len(PAGES)
+
+
+def test_more_pages_than_a_message_names_are_loaded() -> None:
+    pages = make_pages(2, [1] * (messages.MAX_REQUEST_PAGES + 1))
+    with page_server(pages) as (server, _), page_client() as client:
+        mirror = told_to_avoid(Peer("1", f"tcp://{HOST}:{server.port}"), [])
+        loader = PeerLoader(lambda: mirror, client, time.monotonic)
+        job = loader.submit(blank(pages=pages), NAMESPACE, deadline_s=None)
+        assert job.wait(DEADLINE_S) and job.reasons == [Reason.OK] * len(pages)
 
 
 def test_a_holder_of_damaged_pages_is_avoided() -> None:
