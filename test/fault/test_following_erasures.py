@@ -59,7 +59,7 @@ def test_an_erasure_is_applied_once_before_pages_move(
     if other_is == "refusing":
         eventually(lambda: two.sync._log._active != set())
         eventually(lambda: one.finds(2) == two.finds(1) == [False])
-        assert not done.done()
+        assert not done.done() and two.sync.book.num_applied == 0
         two.refuses = False
     assert is_true(done, 20.0)
     assert other_is != "there" or has_applied(two, what), "it answered before the other had"
@@ -154,6 +154,24 @@ def test_a_broken_connection_ends_no_erasure(servers: Servers) -> None:
     gate.set()
     assert is_true(done, 20.0) and is_true(again, 20.0)
     assert {TENANT, ANOTHER} <= set(two.purged)
+
+
+def test_an_erasure_waits_for_a_first_answer(servers: Servers) -> None:
+    """Of a server that was named just now, and has a page of the tenant."""
+    one, two = servers.open([1]), servers.open([2], listed=False)
+    blocked, gate, follower = threading.Event(), threading.Event(), one.sync.follower
+    two.pages.loop.call(lambda: (blocked.set(), gate.wait(60.0)))
+    assert blocked.wait(60.0)
+    servers.roster.append(two.target)
+    address = f"tcp://{two.target.host}:{two.target.port}"
+    eventually(lambda: address in follower._followed and follower._followed[address].link.is_open)
+    done = one.erase(Erasure(tenant=TENANT))
+    eventually(lambda: one.sync.digest == one.sync.book.digest)  # it is noted
+    looked = threading.Event()
+    follower._loop.call(lambda: (follower._settle(), looked.set()))
+    assert looked.wait(60.0) and not done.done()
+    gate.set()
+    assert is_true(done, 20.0) and two.purged == [TENANT]
 
 
 def test_a_name_never_found_ends_no_erasure(servers: Servers) -> None:

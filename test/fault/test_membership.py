@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(120)
 
 NAMESPACE = bytes(range(32))
 PREFIX = f"sgt2:{{{NAMESPACE.hex()}}}"
+RIGHTS = ["on", "nopass", "~sgt2:*", "+@read", "+@write", "+@connection"]  # as the README says
 
 
 @pytest.fixture
@@ -182,6 +183,10 @@ def test_dead_servers_do_not_gather_for_routers(
     """Also those of whose namespace nobody is left."""
     client = redis_server.client
     client.sadd("sgt2:routed", *(f"sgt2:{{{number}}}:server:x" for number in range(5)))
-    one = join(9)
+    client.sadd("sgt2:routed", "of-others")  # this user may not even ask for that
+    client.set("of-others", b"")
+    client.execute_command("ACL", "SETUSER", "server", *RIGHTS)
+    one = join(9, redis_server.url.replace("redis://", "redis://server:any@"))
     one.serve(lambda _: Serving("http://127.0.0.1:30009", Role.AGGREGATED, 0))
     eventually(lambda: one.exchange() and client.scard("sgt2:routed") == 1)
+    assert client.pttl("sgt2:routed") > 0, "it outlasts the last of them"

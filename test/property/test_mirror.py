@@ -60,6 +60,7 @@ class Followed:
         question = self.position.ask(bytes(32), bytes(16), NOTHING)
         position = question.epoch, question.sequence, question.cursor
         said, payload = self.source.since(*position)
+        assert len(payload) <= 8 * max(holdings.MAX_FINGERPRINTS, 2), "no follower takes more"
         return Changes(bytes(32), b"s" * 16, NOTHING, *said), [payload]
 
     def read(self, how: str = "once") -> bool:
@@ -149,6 +150,18 @@ def test_pages_beyond_the_bound_wait_for_room() -> None:
     one.change(range(16, 31))
     one.read_all()
     assert one.mirrored() == set(range(31, 61))
+
+
+def test_who_begins_cuts_nobody_known() -> None:
+    """The last twentieth is for what those store that are known."""
+    mirror = Mirror(100, 2, salt=1, digest=lambda: NOTHING, clock=lambda: 0.0)
+    one, two = mirror.join(peer_of(1)), mirror.join(peer_of(2))
+    assert one is not None and two is not None
+    assert mirror.add_pages(one, fingerprints(range(1, 91)))
+    mirror.loaded(one)
+    assert not mirror.add_pages(two, fingerprints(range(201, 209)))
+    mirror.cut(two, 8)
+    assert mirror.add_pages(one, fingerprints(range(91, 99)))
 
 
 def changes(**more: Any) -> Changes:

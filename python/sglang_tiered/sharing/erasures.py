@@ -150,7 +150,7 @@ class ErasureBook:
         self._unnoted: dict[bytes, tuple[bytes, _KnownErasure]] = {}  # with their namespaces
         self._look_at = 0.0
         self.num_told = 0
-        self.num_applied = 0
+        self.num_applied = 0  # of what others told; the keeper's thread counts
         if notes is not None:
             self._recall(notes)
         self._namespace, self._shelf = namespace, self._use(namespace)
@@ -267,7 +267,6 @@ class ErasureBook:
         durable."""
         with self._lock:
             self._learn(told, local)
-            self.num_applied += 1
 
     def _learn(self, told: ErasureNotice, local: Future[bool]) -> None:
         if told.id in self._shelf.records:

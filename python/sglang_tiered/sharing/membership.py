@@ -196,9 +196,12 @@ class Membership:
         values = pipe.execute()
         if gone := [each for each, value in zip(ids, values, strict=True) if not value]:
             self._redis.srem(f"{prefix}:servers", *gone)
-        # Of whatever namespace, which nobody else may have: each server looks at one at a time.
-        if routed is not None and not self._redis.exists(routed):
-            self._redis.srem(ROUTED, routed)
+        # Of whatever namespace, which nobody else may have: each server looks at one at a time. Of
+        # a name beyond the prefix nothing is asked: an ACL refuses that, which ends the exchange.
+        if routed is not None:
+            is_record = routed.startswith(f"{PREFIX}:".encode())
+            if not is_record or not self._redis.exists(routed):
+                self._redis.srem(ROUTED, routed)
         return [record.address for record in map(read_record, values) if record is not None]
 
     def _record(self, address: str) -> ServerRecord:

@@ -113,13 +113,13 @@ class PageSource:
         max_free_bytes: int,
         find: Callable[[Sequence[bytes]], Sequence[StoredPage | None]] | None = None,
         generation: Callable[[], int] | None = None,
-        num_queued: Callable[[], int] = lambda: 0,
+        is_pressed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._submit = submit
         self._namespace = namespace
         self._find = find
         self._generation = generation
-        self._num_queued = num_queued
+        self._is_pressed = is_pressed
         self._memory = BufferPool(max_free_bytes)
         self._lock = threading.Lock()
         self._reads: dict[object, _SharedRead] = {}
@@ -131,13 +131,13 @@ class PageSource:
             partial(region.submit_load, for_request=False),
             max_free_bytes=max_free_bytes,
             find=region.view.find,
-            num_queued=lambda: region.view.num_queued_reads,
+            is_pressed=lambda: region.view.is_pressed,
             namespace=lambda: region.namespace,
         )
 
     @property
     def is_pressed(self) -> bool:
-        return self._num_queued() > 0
+        return self._is_pressed()
 
     def read(
         self, keys: Sequence[bytes], lengths: Sequence[int], done: Callable[[_SharedRead], None]

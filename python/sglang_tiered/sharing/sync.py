@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 _MAX_TOLD = 65_536  # erasures that wait to be applied; beyond it they are told again
 _IDLE_PART = 10  # times what looking takes of the processor lies between two looks
 _JOIN_S = 5.0
+_REDIS = "the Redis"
 
 MAX_ADDRESSES = 1024
 
@@ -95,6 +96,8 @@ class PeerDiscovery:
         while not self._is_closed.wait(self._every_s):
             self._look()
         if self._membership is not None:
+            # One under way would name this server again, behind its leave.
+            wait([each for name, each in self._asked.items() if name == _REDIS], _JOIN_S)
             self._membership.close()
 
     def _look(self) -> None:
@@ -103,7 +106,7 @@ class PeerDiscovery:
             for target in self._targets
         }
         if self._membership is not None:
-            asks["the Redis"] = self._membership.exchange
+            asks[_REDIS] = self._membership.exchange
         for name, ask in asks.items():
             if name not in self._asked:
                 (self._asked[name],) = call_each(lambda ask: ask(), [ask], 1)
@@ -332,5 +335,6 @@ class PeerSync:
                 keep(local, False)
                 continue
             self._log.settle("erase")
+            self.book.num_applied += 1
             local.add_done_callback(lambda _: self._wake())
             erased.add_done_callback(partial(keep_as, local))

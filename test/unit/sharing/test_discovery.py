@@ -77,3 +77,27 @@ def test_a_slow_name_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         answered.set()
         one.close()
+
+
+def test_a_server_leaves_after_it_was_named() -> None:
+    """Else an exchange under way names it again, and routers find it after its end."""
+    begun, let_go, became = threading.Event(), threading.Event(), list[str]()
+
+    def exchange() -> list[str]:
+        begun.set()
+        assert let_go.wait(60.0)
+        became.append("named")
+        return []
+
+    membership = SimpleNamespace(exchange=exchange, close=lambda: became.append("gone"))
+    one = PeerDiscovery(
+        [],
+        (0,),
+        membership=membership,  # type: ignore[arg-type]
+        found=lambda *_: None,
+        every_s=0.02,
+    )
+    assert begun.wait(60.0)
+    one.close()
+    let_go.set()
+    eventually(lambda: became == ["named", "gone"])

@@ -246,3 +246,17 @@ def test_who_asks_after_an_erasure_joins_no_read(world: World, lender: PageLende
     eventually(lambda: len(lender._source._reads) == 2)
     world.let_go.set()
     assert finished(before) == finished(after) == [OK]
+
+
+def test_who_asks_after_an_erasure_joins_no_load(world: World, lender: PageLender) -> None:
+    """Of the process that lends: its pages may be those that were erased."""
+    run = world.stored(1)
+    world.let_go.clear()
+    own = lender.load(blank(run), world.submit)
+    assert world.begun.wait(TIMEOUT_S)
+    world.begun.clear()
+    world.generation += 1
+    after = world.ask(run)
+    assert world.begun.wait(TIMEOUT_S), "it waits for the load from before"
+    world.let_go.set()
+    assert finished(own) == finished(after) == [OK]

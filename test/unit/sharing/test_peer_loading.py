@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from page_peers import (
@@ -12,6 +13,7 @@ from page_peers import (
     HOST,
     NAMESPACE,
     PATIENT,
+    Pages,
     StrangeServer,
     make_pages,
     page_client,
@@ -27,9 +29,9 @@ from sglang_tiered.storage.base import Reason, Run
 PAGES = make_pages(1, [4096, 5000])
 
 
-def blank(more: int = 0) -> Run:
+def blank(more: int = 0, pages: Pages = PAGES) -> Run:
     """Room for the pages, each by so much too long."""
-    return Run(tuple(PAGES), tuple((memoryview(bytearray(len(p) + more)),) for p in PAGES.values()))
+    return Run(tuple(pages), tuple((memoryview(bytearray(len(p) + more)),) for p in pages.values()))
 
 
 def mirror_of(*holders: Peer, first: Peer) -> Mirror:
@@ -96,6 +98,15 @@ def test_pages_asked_for_wrongly_are_found_after() -> None:
             assert job.wait(DEADLINE_S) and job.reasons == [reason] * len(PAGES)
 
 
+def test_more_pages_than_a_message_names_are_loaded() -> None:
+    pages = make_pages(2, [1] * (messages.MAX_REQUEST_PAGES + 1))
+    with page_server(pages) as (server, _), page_client() as client:
+        mirror = told_to_avoid(Peer("1", f"tcp://{HOST}:{server.port}"), [])
+        loader = PeerLoader(lambda: mirror, client, time.monotonic)
+        job = loader.submit(blank(pages=pages), NAMESPACE, deadline_s=None)
+        assert job.wait(DEADLINE_S) and job.reasons == [Reason.OK] * len(pages)
+
+
 def test_a_holder_of_damaged_pages_is_avoided() -> None:
     with StrangeServer() as liar, page_client() as client:
         holder = Peer("1", f"tcp://{HOST}:{liar.port}")
@@ -106,3 +117,48 @@ def test_a_holder_of_damaged_pages_is_avoided() -> None:
         liar.say(messages.Found(asked.number, [1, 2]), b"".join(PAGES.values()))
         assert job.wait(DEADLINE_S) and job.reasons == [Reason.CORRUPT] * 2
         assert mirror.find(list(PAGES)) == [None] * 2
+
+
+def told_to_avoid(holder: Peer, pauses: list[float]) -> Any:
+    """A mirror that finds all pages at one holder."""
+    return SimpleNamespace(
+        find=lambda keys, without: [None if without else holder] * len(keys),
+        avoid=lambda server, seconds: pauses.append(seconds),
+    )
+
+
+def test_damaged_pages_cost_a_good_holder_little() -> None:
+    """Whoever gave whole pages since is avoided as shortly as at first."""
+    pauses, now = list[float](), [100.0]
+    with StrangeServer() as server, page_client() as client:
+        mirror = told_to_avoid(Peer("1", f"tcp://{HOST}:{server.port}"), pauses)
+        loader = PeerLoader(lambda: mirror, client, lambda: now[0])
+        damaged = {key: bytes(len(page)) for key, page in PAGES.items()}
+        for is_whole in (False, False, True, False):
+            job = loader.submit(blank(), NAMESPACE, deadline_s=None)
+            asked = server.hear()
+            if is_whole:
+                server.answer(asked, PAGES)
+            else:
+                server.say(messages.Found(asked.number, [1, 2]), *damaged.values())
+            assert job.wait(DEADLINE_S)
+            now[0] += 60.0
+    assert pauses == [0.5, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_late_pages_blame_nobody_who_answers(is_sent: bool) -> None:
+    """Others, meanwhile; nor who was not asked yet."""
+    pauses = list[float]()
+    wanted = replace(PATIENT, max_requests=8 if is_sent else 1)
+    with StrangeServer() as server, page_client(wanted) as client:
+        mirror = told_to_avoid(Peer("1", f"tcp://{HOST}:{server.port}"), pauses)
+        loader = PeerLoader(lambda: mirror, client, time.monotonic)
+        loader.submit(blank(), NAMESPACE, deadline_s=None)
+        first = server.hear()
+        late = loader.submit(blank(), NAMESPACE, deadline_s=1.0 if is_sent else 0.1)
+        if is_sent:
+            server.hear()
+            server.answer(first, PAGES)
+        assert late.wait(DEADLINE_S) and late.reasons == [Reason.IO_ERROR] * len(PAGES)
+        assert pauses == []

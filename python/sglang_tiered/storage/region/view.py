@@ -78,11 +78,11 @@ class RegionView:
         return held
 
     @property
-    def num_queued_reads(self) -> int:
-        """Return the reads for requests here that no reader is free for: above 0, those for others
-        only make them wait."""
-        with self._state.lock:
-            return sum(span.ticket.for_request for span in self._state.loads)
+    def is_pressed(self) -> bool:
+        """Return whether reads for requests here wait for a reader: those for others would make
+        them wait longer."""
+        with self._state.lock:  # which is the scheduler's too: the first one is enough
+            return any(span.ticket.for_request for span in self._state.loads)
 
     def find(self, keys: Sequence[bytes]) -> list[StoredPage | None]:
         """Return each page, or None where it is not held."""
