@@ -84,7 +84,7 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig, *, has_key:
 
     app.add_middleware(ModelDoor)
     build = app.build_middleware_stack
-    app.build_middleware_stack = lambda: _Page(build())  # type: ignore[method-assign]
+    app.build_middleware_stack = lambda: _TierPage(build())  # type: ignore[method-assign]
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
     others = {CostsCall: _costs(board, config), RequestsCall: _newest(config)}
     for call in CALLS:
@@ -236,10 +236,10 @@ def _is_of_another_site(headers: Mapping[str, str]) -> bool:
     return origin is not None and origin.partition("://")[2] != headers.get("host")
 
 
-class _Page:
+class _TierPage:
     """Answers ``GET`` and ``HEAD`` of ``PAGE`` in front of SGLang's application and its keys, and
-    opens nothing else: SGLang decides about keys by a path that it reads out of a URL, which may be
-    another one than is served."""
+    opens nothing else. SGLang decides about keys by a path that it reads out of a URL. That may be
+    another path than is served."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
