@@ -82,7 +82,7 @@ class BucketLoad:
     layout: Layout
     num_left: int
     deadline: float
-    num_touching: int = 0  # pages that are being copied into its buffers
+    num_touching: int = 0  # pages that are being read, or copied, into its buffers
     is_open: bool = True
 
 
@@ -92,6 +92,7 @@ class PageLoad(NamedTuple):
     load: BucketLoad
     position: int
     name: PageName
+    in_place: bool = False  # straight into its buffers, if that takes no waiting
 
     @property
     def page(self) -> Page:
