@@ -133,6 +133,11 @@ class Discovery:
             self._check(epoch)
             if full:
                 state.index.begin_listing()
+        goes_on = ttl_s is not None
+        while goes_on:
+            with state.lock:
+                self._check(epoch)
+                goes_on = state.index.expire(oldest_s)
         newest_s = 0.0
         for chunk in self._requests.listing(layout.pages, after=after):
             named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
