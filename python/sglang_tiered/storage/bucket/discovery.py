@@ -107,6 +107,10 @@ class Discovery:
             full = full or epoch != state.listed_epoch
         full = full or state.clock() - self._last_full >= FULL_LISTING_S
         self._records.learn(full=full)
+        if "put" not in self._requests.troubles:  # else it stores nothing, either
+            with state.lock:
+                self._check(epoch)
+                state.adopt()
         self._look_at_pins(layout, epoch)
         newest_s = self._look_at_pages(layout, epoch, full=full)
         self._newest_s = max(newest_s, 0.0 if full else self._newest_s)

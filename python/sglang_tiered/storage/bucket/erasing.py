@@ -53,14 +53,13 @@ _TOLD_AT_ONCE = 64
 
 def erase(state: BucketState, what: Erasure) -> Future[bool]:
     """Hide pages; with ``spread`` the keeper makes it durable, for every server: what another one
-    told, that does. Memory only."""
+    told, that does, or after some minutes this one. Memory only."""
     with state.lock:
         if state.closed or what.is_empty:
             return ended(what.is_empty)
         if not what.spread:
             for each in what.pieces:
-                if each.id not in state.heard:
-                    state.hide_unrecorded(each)
+                state.hide_told(each)
             return ended(True)
         jobs = state.jobs.about(what)
         orders = [state.order(each) for each in what.records]

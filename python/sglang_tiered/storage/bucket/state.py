@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +39,9 @@ __all__ = [
 _MAX_SKIPPED = 8192
 _MAX_HEARD = 65_536  # what is forgotten and told again is done again, which is safe and costs pages
 
+_MAX_TOLD = 1024  # each of 1,024 keys at most
+_TOLD_S = 120.0
+
 OnErased = Callable[[Sequence[Erasure]], None]
 """What the owner of an engine wants to be told of."""
 
@@ -54,6 +58,15 @@ class PendingErasure:
     after: int
     pages: list[str] = field(default_factory=list)
     number: int = 0
+
+
+class _ToldErasure(NamedTuple):
+    """An erasure of another server whose record will be behind that one, and has until then."""
+
+    what: Erasure
+    namespace: bytes
+    after: int
+    until: float
 
 
 @dataclass(eq=False, slots=True)
@@ -163,6 +176,7 @@ class BucketState:
         self.learned = 0  # all records up to this one are applied
         self.seen = 0  # by the owner's other tiers too: the stamp of what it stores
         self.orders: dict[PendingErasure, None] = {}  # not durable yet
+        self._told: dict[bytes, _ToldErasure] = {}  # by id, without a record so far
         self.is_asked = False  # the keeper, for what it has not tried yet
         # Ids of the pieces of erasures that are done here; true: of this server's.
         self.heard: dict[bytes, bool] = {}
@@ -223,6 +237,30 @@ class BucketState:
         """Hide what has no record so far, whatever its writer knew."""
         self.erased.expect(what, self.namespace)
         self.hide(what, MAX_NUMBER + 1)
+
+    def hide_told(self, what: Erasure) -> None:
+        """Hide what another server told, unless that was done by its record."""
+        if what.id in self.heard:
+            return
+        self.hide_unrecorded(what)
+        until = self.clock() + _TOLD_S * random.uniform(1.0, 2.0)  # not all servers at once
+        self._told[what.id] = _ToldErasure(what, self.namespace, self.erased.top, until)
+        if len(self._told) > _MAX_TOLD:
+            del self._told[next(iter(self._told))]
+
+    def adopt(self) -> None:
+        """Have the keeper write what was told long ago and has no record: who told it may have no
+        bucket, or none that it may write to. Nothing that it names would be stored again."""
+        now = self.clock()
+        for each in [each for each in self._told.values() if each.until <= now]:
+            del self._told[each.what.id]
+            if each.after < self.erased.top:
+                continue  # a later record lets such stores go on
+            # What it hid is hidden; pins of what is stored again stay.
+            order = PendingErasure(each.what, each.namespace, self.promises.make(), each.after)
+            self.orders[order] = None
+            self.hear(each.what.pieces, is_own=True)
+            self.ask_keeper()
 
     def apply(self, record: Record) -> bool:
         """Hide what a record of one piece names, and have the owner told. Returns whether that is

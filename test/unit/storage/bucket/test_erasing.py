@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kit.clock import Clock
 from kit.request_hooks import Gate, before, listed, refuse
 from kit.runs import NAMESPACE, make_run, select
 from kit.waiting import TIMEOUT_S, eventually, finished
@@ -27,6 +28,7 @@ from sglang_tiered.storage.region.pins import Pin
 A, B, N, M = b"a" * 16, b"b" * 16, b"n" * 32, b"m" * 32
 PAGES = [100, 200, 300]
 RUN = make_run(1, PAGES)
+TOLD = Erasure.of(RUN.keys)
 
 
 def store(engine: BucketEngine, run: Run) -> None:
@@ -350,6 +352,49 @@ def test_a_namespace_that_comes_brings_its_erasures(make_engine: Any) -> None:
     assert set(stored) <= {Reason.OK, Reason.DUPLICATE}
     assert a.refresh(TIMEOUT_S)
     assert all(a.contains(RUN.keys))
+
+
+def test_an_erasure_told_without_record_gets_one(make_engine: Any) -> None:
+    """Its server may have no bucket: what it names would never be stored again, nor pinned."""
+    clock = Clock(1000.0)
+    a, b, c = (make_engine(clocks={"clock": clock}) for _ in range(3))
+    store(a, RUN)
+    for engine in (a, b):
+        assert engine.refresh(TIMEOUT_S)
+        assert is_true(engine.erase(replace(TOLD, spread=False)), TIMEOUT_S)
+    assert set(finished(a.submit_store(RUN))) == {Reason.CANCELLED}
+    pinned = a.pin("p", RUN.keys)
+    assert isinstance(pinned, Future)
+    for later in (100.0, 150.0):
+        assert not listed(a, records.ERASED)
+        clock.now += later
+        assert a.refresh(TIMEOUT_S)
+    assert is_true(pinned, TIMEOUT_S)
+    assert a.has_pin("p"), "it was made behind the erasure"
+    store(a, RUN)
+    assert b.refresh(TIMEOUT_S)
+    for engine in (b, c):
+        assert engine.refresh(TIMEOUT_S, full=True)
+        assert all(engine.contains(RUN.keys))
+    assert len(listed(b, records.ERASED)) == 1, "another server wrote one, too"
+
+
+def test_who_may_not_write_adopts_no_erasure(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it waits for a record of its own for ever, and finds nothing of that again."""
+    clock = Clock(1000.0)
+    a, b = (make_engine(clocks={"clock": clock}) for _ in range(2))
+    monkeypatch.setattr(b._requests._place, "write", lambda *_: refuse())
+    assert set(finished(b.submit_store(RUN))) <= {Reason.IO_ERROR, Reason.REJECTED}
+    assert is_true(b.erase(replace(TOLD, spread=False)), TIMEOUT_S)
+    clock.now += 300.0
+    assert b.refresh(TIMEOUT_S)
+    assert not b._state.orders
+    assert is_true(a.erase(TOLD), TIMEOUT_S)
+    store(a, RUN)
+    assert b.refresh(TIMEOUT_S)
+    assert all(b.contains(RUN.keys))
 
 
 def test_forgets_that_keep_coming_are_answered(make_engine: Any) -> None:
