@@ -210,8 +210,8 @@ class Keeper:
             is_last = not any(n > number and name not in names for name, n in known.items())
             if is_last and names <= known.keys():
                 with state.lock:
-                    for order in orders:
-                        order.number = ours[-1].number  # all of them are known to who has that one
+                    # All of them are known to who has the last one.
+                    state.set_numbers(orders, ours[-1].number)
                 self._records.tell()
                 return
         raise BucketError(Failure.UNAVAILABLE, "put came late again and again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -58,6 +58,13 @@ class PendingErasure:
     after: int
     pages: list[str] = field(default_factory=list)
     number: int = 0
+
+    @property
+    def named(self) -> Iterable[bytes]:
+        """Return keys, or the tenant, or for everything the namespace: none is another's."""
+        if self.what.keys is not None:
+            return self.what.keys
+        return (self.what.tenant or self.namespace,)
 
 
 class _ToldErasure(NamedTuple):
@@ -176,6 +183,7 @@ class BucketState:
         self.learned = 0  # all records up to this one are applied
         self.seen = 0  # by the owner's other tiers too: the stamp of what it stores
         self.orders: dict[PendingErasure, None] = {}  # not durable yet
+        self._unrecorded: Counter[bytes] = Counter()  # what orders without a number name
         self._told: dict[bytes, _ToldErasure] = {}  # by id, without a record so far
         self.is_asked = False  # the keeper, for what it has not tried yet
         # Ids of the pieces of erasures that are done here; true: of this server's.
@@ -258,8 +266,7 @@ class BucketState:
                 continue  # a later record lets such stores go on
             # What it hid is hidden; pins of what is stored again stay.
             order = PendingErasure(each.what, each.namespace, self.promises.make(), each.after)
-            self.orders[order] = None
-            self.hear(each.what.pieces, is_own=True)
+            self._add_order(order)
             self.ask_keeper()
 
     def apply(self, record: Record) -> bool:
@@ -314,10 +321,30 @@ class BucketState:
             held = self.index.get(key)
             if held is not None:
                 order.pages.append(held.path(self.layout))
-        self.orders[order] = None
-        self.hear(what.pieces, is_own=True)
+        self._add_order(order)
         self.hide_unrecorded(what)
         return order
+
+    def _add_order(self, order: PendingErasure) -> None:
+        self.orders[order] = None
+        self._unrecorded.update(order.named)
+        self.hear(order.what.pieces, is_own=True)
+
+    def set_numbers(self, orders: Iterable[PendingErasure], number: int) -> None:
+        """Note that the records of orders are there and applied, all up to that one."""
+        for order in orders:
+            order.number = number
+            for each in order.named:
+                self._unrecorded[each] -= 1
+                if not self._unrecorded[each]:
+                    del self._unrecorded[each]
+
+    def awaits_record(self, keys: Iterable[bytes], tenant: bytes) -> bool:
+        """Return whether an erasure of this server that names one of these pages has no record yet.
+        Whatever their writer knew, they may be from before."""
+        if not self._unrecorded:
+            return False
+        return any(each in self._unrecorded for each in (tenant, self.namespace, *keys))
 
     def is_erased(self, keys: Iterable[bytes], tenant: bytes) -> bool:
         """Return whether any of these pages would be dead if it were stored now. The record of what

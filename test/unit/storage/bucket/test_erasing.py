@@ -354,6 +354,24 @@ def test_a_namespace_that_comes_brings_its_erasures(make_engine: Any) -> None:
     assert all(a.contains(RUN.keys))
 
 
+def test_a_waiting_erasure_hides_no_other_pages(
+    a: BucketEngine, b: BucketEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a server that may not write: what others erased and stored again since is found."""
+    other = make_run(2, PAGES)
+    monkeypatch.setattr(b._requests._place, "write", lambda *_: refuse())
+    assert not is_true(b.erase(Erasure.of(other.keys)), TIMEOUT_S)
+    assert is_true(a.erase(TOLD), TIMEOUT_S)
+    store(a, RUN)
+    store(a, other)
+    assert isinstance(durable := a.pin("p", RUN.keys), Future) and is_true(durable, TIMEOUT_S)
+    assert isinstance(durable := a.pin("q", other.keys), Future) and is_true(durable, TIMEOUT_S)
+    assert b.refresh(TIMEOUT_S)
+    assert all(b.contains(RUN.keys))
+    assert b.has_pin("p") and not b.has_pin("q")
+    assert not any(b.contains(other.keys)), "it may be from before"
+
+
 def test_an_erasure_told_without_record_gets_one(make_engine: Any) -> None:
     """Its server may have no bucket: what it names would never be stored again, nor pinned."""
     clock = Clock(1000.0)
