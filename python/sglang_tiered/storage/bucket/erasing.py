@@ -111,7 +111,7 @@ class Records:
                 with state.lock:
                     told: OnErased | None = state.on_erased
                     if told is None or not state.untold:
-                        state.seen = max(state.seen, state.reach)
+                        state.seen = max(state.seen, state.learned)
                         return
                     num_records = min(len(state.untold), _TOLD_AT_ONCE)
                     batch = [state.untold.popleft() for _ in range(num_records)]

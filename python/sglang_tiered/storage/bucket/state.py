@@ -48,14 +48,12 @@ OnErased = Callable[[Sequence[Erasure]], None]
 
 @dataclass(eq=False, slots=True)
 class PendingErasure:
-    """An erasure of this server that is to be made durable. ``after``: its record will be behind
-    this one. ``number``: of its record, 0 before it has one, or of a later one of this server.
-    ``pages``: paths of what was held of it."""
+    """An erasure of this server that is to be made durable. ``number``: of its record, 0 before it
+    has one, or of a later one of this server. ``pages``: paths of what was held of it."""
 
     what: Erasure
     namespace: bytes
     durable: Future[bool]
-    after: int
     pages: list[str] = field(default_factory=list)
     number: int = 0
 
@@ -265,7 +263,7 @@ class BucketState:
             if each.after < self.erased.top:
                 continue  # a later record lets such stores go on
             # What it hid is hidden; pins of what is stored again stay.
-            order = PendingErasure(each.what, each.namespace, self.promises.make(), each.after)
+            order = PendingErasure(each.what, each.namespace, self.promises.make())
             self._add_order(order)
             self.ask_keeper()
 
@@ -316,7 +314,7 @@ class BucketState:
 
     def order(self, what: Erasure) -> PendingErasure:
         """Hide an erasure of at most one record, and have the keeper make it durable."""
-        order = PendingErasure(what, self.namespace, self.promises.make(), self.erased.top)
+        order = PendingErasure(what, self.namespace, self.promises.make())
         for key in what.keys or ():
             held = self.index.get(key)
             if held is not None:
@@ -350,13 +348,8 @@ class BucketState:
         """Return whether any of these pages would be dead if it were stored now. The record of what
         names it is not there yet, or the owner has not been told."""
         page = self.namespace, tenant
-        return any(self.erased.hides(*page, key, self.seen) for key in keys)
-
-    @property
-    def reach(self) -> int:
-        """All records up to this one are applied, and those of this server's erasures that are not
-        written yet will be behind it."""
-        return min([self.learned, *(each.after for each in self.orders if not each.number)])
+        dead = any(self.erased.hides(*page, key, self.seen) for key in keys)
+        return dead or self.awaits_record(keys, tenant)
 
     # ---- Ends of stores and loads ----
 

@@ -343,8 +343,11 @@ def test_a_namespace_that_comes_brings_its_erasures(make_engine: Any) -> None:
     for full in (False, True):
         assert b.refresh(TIMEOUT_S, full=full)
     assert not told, "it is of another"
+    gate = Gate(b, "listing")
     b.set_namespace(M)
-    assert set(finished(b.submit_store(RUN))) <= {Reason.CANCELLED, Reason.OK}
+    assert gate.reached.wait(TIMEOUT_S)
+    assert set(finished(b.submit_store(RUN))) == {Reason.CANCELLED}
+    gate.opened.set()
     assert b.refresh(TIMEOUT_S)
     assert [what.is_everything for what in told] == [True]
     assert a.refresh(TIMEOUT_S, full=True)
@@ -352,6 +355,17 @@ def test_a_namespace_that_comes_brings_its_erasures(make_engine: Any) -> None:
     assert set(stored) <= {Reason.OK, Reason.DUPLICATE}
     assert a.refresh(TIMEOUT_S)
     assert all(a.contains(RUN.keys))
+
+
+def test_an_upload_that_was_erased_leaves_nothing(a: BucketEngine) -> None:
+    gate = Gate(a, "put", "/pages/")
+    job = a.submit_store(RUN)
+    assert gate.reached.wait(TIMEOUT_S)
+    begun = a.erase(TOLD)
+    gate.opened.set()
+    assert set(finished(job)) == {Reason.CANCELLED}
+    assert is_true(begun, TIMEOUT_S)
+    assert not listed(a, a._state.layout.pages)
 
 
 def test_a_waiting_erasure_hides_no_other_pages(
@@ -370,6 +384,7 @@ def test_a_waiting_erasure_hides_no_other_pages(
     assert all(b.contains(RUN.keys))
     assert b.has_pin("p") and not b.has_pin("q")
     assert not any(b.contains(other.keys)), "it may be from before"
+    assert set(finished(b.submit_store(other))) == {Reason.CANCELLED}, "its record kills that"
 
 
 def test_an_erasure_told_without_record_gets_one(make_engine: Any) -> None:
