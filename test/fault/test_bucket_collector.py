@@ -175,6 +175,21 @@ def test_refused_deletes_of_the_collector_are_told(
         assert engine.stats().health is Health.RUNNING
 
 
+def test_a_collector_without_rights_stops_no_loads(s3_url: str, proxy: FaultProxy) -> None:
+    """Its requests are the engine's, and so is their breaker."""
+    with opened(s3_url) as engine:
+        assert store(engine, run_of(1), run_of(2)) == OK
+        for method, of in (("POST", "delete"), ("GET", "delimiter"), ("PUT", "")):
+            proxy.add(method, of, status(403, "AccessDenied"))
+            for _ in range(4):
+                with pytest.raises(BucketError):
+                    Collector(engine._requests, CollectorSettings(capacity_bytes=1)).run_once(
+                        NAMESPACE, delete=method != "GET"
+                    )
+            assert engine.stats().health is Health.RUNNING
+        assert all(engine.contains(run_of(1).keys))
+
+
 def pinned(engine: BucketEngine, name: str, run: Run, **options: Any) -> None:
     outcome = engine.pin(name, run.keys, **options)
     assert not isinstance(outcome, PinRefusal), outcome.why

@@ -201,7 +201,7 @@ class Collector:
 
     def _remove_staged(self) -> None:
         """Remove what writers never finished: a directory shows it."""
-        if not self.requests.shows_staged:
+        if self.requests.directory is None:
             return
         for path, nbytes, modified, _ in itertools.chain(
             self._listing(self._layout.folder), self._listing(ERASED)

@@ -1,4 +1,4 @@
-"""A bucket that is a directory: durable writes, and listings in order."""
+"""A bucket that is a directory: durable writes, reads without a copy, listings in order."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import secrets
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_tiered.storage.filesystem import regular, replace_file, sync_names
+from sglang_tiered.storage.filesystem import NOT_OFFERED_ERRNOS, replace_file, sync_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 __all__ = ["LISTED_AT_ONCE", "STAGED", "Directory", "Listed"]
@@ -26,7 +26,11 @@ _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MAX_TRIES = 3
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE, errno.ENOTDIR)
+_MAX_BUFFERS = 1024  # of one call (IOV_MAX)
+_NO_WAIT = getattr(os, "RWF_NOWAIT", None)  # Linux has it
 LISTED_AT_ONCE = 1000
+_MAX_KEPT = 32
+_PAGES = "/pages/"
 STAGED = "#"
 """In the name of a file that is still being written, or whose writer died."""
 
@@ -47,6 +51,8 @@ class Directory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._synced: set[str] = set()
+        self._kept: dict[str, _Kept] = {}  # folders that are read from, by path
+        self.offers_cached = _NO_WAIT is not None
         self._syncs_names = True
 
     @contextlib.contextmanager
@@ -67,19 +73,68 @@ class Directory:
         finally:
             os.close(fd)
 
+    def _open_file(self, path: str) -> int:
+        """Open a file; of a page the folder is kept, as its bytes tell whether they are right. What
+        else is read must be what is there now, whatever is renamed or mounted."""
+        folder, _, name = path.rpartition("/")
+        kept = self._kept.get(folder)
+        if kept is not None:
+            with contextlib.suppress(OSError):  # as another server removed the folder and made it
+                return _open(name, _OPEN, kept.fd)
+        with self._open_folder(folder) as folder_fd:
+            fd = _open(name, _OPEN, folder_fd)
+            if _PAGES not in folder:
+                return fd
+            if len(self._kept) >= _MAX_KEPT:
+                self._kept.clear()
+            self._kept[folder] = _Kept(os.dup(folder_fd))
+        return fd
+
     def modified(self, path: str) -> float:
         """Return when a file was written, in seconds since 1970."""
         folder, _, name = path.rpartition("/")
         with self._open_folder(folder) as fd:
             return _status(name, fd).st_mtime
 
-    def read(self, path: str, nbytes: int) -> memoryview:
-        """Return the first bytes of a file. What is no file is not found."""
-        folder, _, name = path.rpartition("/")
-        with self._open_folder(folder) as folder_fd:
-            fd = _open(name, _OPEN, folder_fd)
-        with open(fd, "rb") as file:
-            return memoryview(file.read(nbytes))
+    def read(self, path: str, nbytes: int, into: memoryview | None = None) -> memoryview:
+        """Return the first bytes of a file, in ``into`` if there is such room. What is no file is
+        not found."""
+        room = memoryview(bytearray(nbytes)) if into is None else into[:nbytes]
+        fd, filled = self._open_file(path), 0
+        try:
+            while filled < len(room) and (num_read := os.preadv(fd, [room[filled:]], filled)):
+                filled += num_read
+        except OSError as error:
+            raise _no_file(error) from None
+        finally:
+            os.close(fd)
+        return room[:filled]
+
+    def open_cached(self, path: str) -> int | None:
+        """Open a file for ``read_cached``, which may wait for storage, as closing it may; None
+        where it cannot be opened."""
+        try:
+            return self._open_file(path)
+        except OSError:
+            return None
+
+    def read_cached(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        """Fill buffers with what the page cache holds of a file, up to the first byte that would
+        have to be waited for; returns how many bytes. Never raises: any error is 0, and so are file
+        systems that do not offer it (NFS, FUSE)."""
+        assert _NO_WAIT is not None
+        filled = 0
+        try:
+            for at in range(0, len(buffers), _MAX_BUFFERS):
+                part = buffers[at : at + _MAX_BUFFERS]
+                num_read = os.preadv(fd, part, filled, _NO_WAIT)
+                filled += num_read
+                if num_read < sum(buffer.nbytes for buffer in part):
+                    break
+        except OSError as error:
+            if error.errno in NOT_OFFERED_ERRNOS:
+                self.offers_cached = False
+        return filled
 
     def write(self, path: str, data: bytes | memoryview) -> None:
         """Write a file, whole or not at all; durable, with its name and the folders it is in. Where
@@ -181,6 +236,22 @@ class Directory:
                 )
 
 
+class _Kept:
+    """An open folder, closed when nobody uses it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+def _no_file(error: OSError) -> OSError:
+    """Return what an error says of an object: what is no file is not found."""
+    is_none = error.errno in _NOT_A_FILE
+    return FileNotFoundError(errno.ENOENT, "not a file") if is_none else error
+
+
 def _tag(status: os.stat_result) -> str:
     return f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
 
@@ -193,11 +264,7 @@ def _status(name: str, folder: int) -> os.stat_result:
 
 
 def _open(name: str, flags: int, folder: int) -> int:
-    """Open a folder, or a file; what is none of them is not found."""
     try:
-        fd = os.open(name, flags, dir_fd=folder)
-        return fd if flags & os.O_DIRECTORY else regular(fd, name)
+        return os.open(name, flags, dir_fd=folder)
     except OSError as error:
-        if error.errno in _NOT_A_FILE:
-            raise FileNotFoundError(errno.ENOENT, "not a file") from None
-        raise
+        raise _no_file(error) from None

@@ -107,6 +107,10 @@ class Discovery:
             full = full or epoch != state.listed_epoch
         full = full or state.clock() - self._last_full >= FULL_LISTING_S
         self._records.learn(full=full)
+        if "put" not in self._requests.troubles:  # else it stores nothing, either
+            with state.lock:
+                self._check(epoch)
+                state.adopt()
         self._look_at_pins(layout, epoch)
         newest_s = self._look_at_pages(layout, epoch, full=full)
         self._newest_s = max(newest_s, 0.0 if full else self._newest_s)
@@ -133,29 +137,33 @@ class Discovery:
             self._check(epoch)
             if full:
                 state.index.begin_listing()
+        goes_on = ttl_s is not None
+        while goes_on:
+            with state.lock:
+                self._check(epoch)
+                goes_on = state.index.expire(oldest_s)
         newest_s = 0.0
         for chunk in self._requests.listing(layout.pages, after=after):
             named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
             newest_s = max([newest_s, *(each.modified for each in chunk)])
             with state.lock:
                 self._check(epoch)
-                reach = state.reach
                 for each, name in named:
                     is_young = each.modified >= oldest_s or state.pins.is_wanted(name.key)
-                    if is_young and self._is_good(each, name, layout, reach):
+                    if is_young and self._is_good(each, name, layout):
                         state.index.put(name, is_listed=True)
         if full:
             self._sweep(epoch)
         # A time to come, as of a file that was touched, says nothing of what is stored until then.
         return min(newest_s, state.wall_clock() + state.skew_s)
 
-    def _is_good(self, listed: Listed, name: PageName, layout: Layout, reach: int) -> bool:
-        """Return whether a page is alive and whole. Needs the lock. What its writer knew beyond
-        ``reach`` does not count: an erasure of this server may be behind that, too."""
+    def _is_good(self, listed: Listed, name: PageName, layout: Layout) -> bool:
+        """Return whether a page is alive and whole. Needs the lock."""
         state = self._state
         is_whole = listed.size == name.length <= _MAX_BYTES and listed.path not in state.skipped
-        page = layout.namespace, name.tenant, name.key, min(name.stamp, reach)
-        return is_whole and not state.erased.hides(*page)
+        page = layout.namespace, name.tenant, name.key, name.stamp
+        is_hidden = state.erased.hides(*page) or state.awaits_record((name.key,), name.tenant)
+        return is_whole and not is_hidden
 
     # ---- Pins ----
 
@@ -174,13 +182,10 @@ class Discovery:
                 name = pins.found.get(each.path, ("", ""))[1] if found is None else found[0].name
                 if name in pins.ours:
                     continue
-                pin = None
-                if found is not None:
-                    stamp = min(found[1], state.reach)  # as of a page
-                    pin = alive(found[0], stamp, state.erased, layout.namespace)
-                    if stamp < found[1] and pin is not found[0]:
-                        continue  # it is read again
+                if found is not None and state.awaits_record(found[0].keys, found[0].tenant):
+                    continue  # it may be from before, and is read again
                 pins.found[each.path] = each.tag, name
+                pin = None if found is None else alive(*found, state.erased, layout.namespace)
                 if pin is not None and found is not None:
                     pins.take_up(pin, found[1])
                 elif name:

@@ -53,14 +53,13 @@ _TOLD_AT_ONCE = 64
 
 def erase(state: BucketState, what: Erasure) -> Future[bool]:
     """Hide pages; with ``spread`` the keeper makes it durable, for every server: what another one
-    told, that does. Memory only."""
+    told, that does, or after some minutes this one. Memory only."""
     with state.lock:
         if state.closed or what.is_empty:
             return ended(what.is_empty)
         if not what.spread:
             for each in what.pieces:
-                if each.id not in state.heard:
-                    state.hide_unrecorded(each)
+                state.hide_told(each)
             return ended(True)
         jobs = state.jobs.about(what)
         orders = [state.order(each) for each in what.records]
@@ -112,7 +111,7 @@ class Records:
                 with state.lock:
                     told: OnErased | None = state.on_erased
                     if told is None or not state.untold:
-                        state.seen = max(state.seen, state.reach)
+                        state.seen = max(state.seen, state.learned)
                         return
                     num_records = min(len(state.untold), _TOLD_AT_ONCE)
                     batch = [state.untold.popleft() for _ in range(num_records)]
@@ -211,8 +210,8 @@ class Keeper:
             is_last = not any(n > number and name not in names for name, n in known.items())
             if is_last and names <= known.keys():
                 with state.lock:
-                    for order in orders:
-                        order.number = ours[-1].number  # all of them are known to who has that one
+                    # All of them are known to who has the last one.
+                    state.set_numbers(orders, ours[-1].number)
                 self._records.tell()
                 return
         raise BucketError(Failure.UNAVAILABLE, "put came late again and again")

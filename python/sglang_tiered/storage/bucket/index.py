@@ -124,16 +124,17 @@ class BucketIndex:
         )
         self._count(share, 1, name.length)
         self._count_pinned(share, name.length if self._is_pinned(name.key) else 0)
-        limit = self._max_tenant_bytes
+        limit, num_before = self._max_tenant_bytes, self.num_pages
         if limit is not None and any(name.tenant):
             share.keys[name.key] = None
             if share.num_bytes > limit:
                 enough = limit - (limit >> _SPARE_SHIFT)
-                evicted_s = self._evict(share.keys, lambda: share.num_bytes <= enough)
+                evicted_s = self._evict(share.keys, lambda _: share.num_bytes <= enough)
                 share.evicted_s = max(share.evicted_s, evicted_s)
         if not self._has_room():
-            evicted_s = self._evict(self._rows, lambda: self._has_room(spare=True))
+            evicted_s = self._evict(self._rows, lambda _: self._has_room(spare=True))
             self._evicted_s = max(self._evicted_s, evicted_s)
+        self.num_pages_evicted += num_before - self.num_pages
 
     def _is_too_old(self, name: PageName, share: _Share | None) -> bool:
         """Return whether a page would have to go before any other of all, or of its tenant."""
@@ -227,7 +228,14 @@ class BucketIndex:
             elif unseen and row[-1] != self._mark:
                 self.drop(key)
 
-    def _evict(self, keys: dict[bytes, Any], is_enough: Callable[[], bool]) -> int:
+    def expire(self, oldest_s: float) -> bool:
+        """Forget some of what was uploaded before that time; returns whether any was."""
+        num_before = self.num_pages
+        evicted_s = self._evict(self._rows, lambda held: held.unix_s >= oldest_s)
+        self._evicted_s = max(self._evicted_s, evicted_s)
+        return self.num_pages < num_before
+
+    def _evict(self, keys: dict[bytes, Any], is_enough: Callable[[PageName], bool]) -> int:
         """Drop from the oldest of these on, at most some; returns the time of the youngest that
         went. What is pinned goes to the end."""
         evicted_s = 0
@@ -235,13 +243,13 @@ class BucketIndex:
             held = self.get(key)
             if held is None:
                 self.sweep([key])
-            elif is_enough():
+            elif is_enough(held):
                 break
             elif self._is_pinned(key):
                 keys[key] = keys.pop(key)
             else:
                 evicted_s = max(evicted_s, held.unix_s)
-                self.num_pages_evicted += self.drop(key)
+                self.drop(key)
         return evicted_s
 
     def check_integrity(self) -> None:

@@ -17,11 +17,14 @@ import functools
 import hashlib
 import re
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 from sglang_tiered.storage.base import KEY_BYTES, TENANT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = [
     "ERASED",
@@ -101,17 +104,18 @@ class PageName(NamedTuple):
         return f"{self.stem(layout)}{self.checksum:016x}"
 
 
-def page_checksum(stem: str, data: memoryview | bytes) -> int:
+def page_checksum(stem: str, parts: Iterable[memoryview | bytes]) -> int:
     """Return the checksum of a page as stored: of its name, namespace included, and its bytes. So
     nothing is served under another name than it was written under."""
     checksum = xxhash.xxh3_64(stem.encode())
-    checksum.update(data)
+    for part in parts:
+        checksum.update(part)
     return checksum.intdigest()
 
 
-def is_page(path: str, checksum: int, data: memoryview | bytes) -> bool:
+def is_page(path: str, checksum: int, parts: Iterable[memoryview | bytes]) -> bool:
     """Return whether these bytes were written under this path, whose checksum that is."""
-    return page_checksum(path[:-16], data) == checksum
+    return page_checksum(path[:-16], parts) == checksum
 
 
 def parse_page(path: str) -> PageName | None:

@@ -104,7 +104,7 @@ class Remote:
         else:
             self._store = _open_store(url, _OWNERS.get(scheme, "AZURE"), timeout_s)
 
-    def read(self, path: str, nbytes: int) -> memoryview:
+    def read(self, path: str, nbytes: int, into: memoryview | None = None) -> memoryview:
         """Return the first bytes of an object, in memory of the library's own."""
         return memoryview(obstore.get_range(self._store, path, start=0, end=nbytes))
 
@@ -306,9 +306,14 @@ class Requests:
         self.bytes_in = 0
 
     @property
-    def shows_staged(self) -> bool:
-        """Return whether listings show what is still being written, or was never finished."""
-        return isinstance(self._place, Directory)
+    def directory(self) -> Path | None:
+        """Return where everything is, if the bucket is a directory."""
+        return self._place.root if isinstance(self._place, Directory) else None
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Return whether ``read_cached`` may find anything."""
+        return isinstance(self._place, Directory) and self._place.offers_cached
 
     @property
     def requests(self) -> dict[str, int]:
@@ -335,9 +340,10 @@ class Requests:
             wait(found)
             yield from (each.result() for each in found)
 
-    def get(self, path: str, nbytes: int) -> memoryview:
-        """Return the first ``nbytes`` of an object, or all where it is shorter."""
-        data: memoryview = self._ask("get", lambda: self._place.read(path, nbytes))
+    def get(self, path: str, nbytes: int, *, into: memoryview | None = None) -> memoryview:
+        """Return the first ``nbytes`` of an object, or all where it is shorter; of a directory in
+        ``into``, where they fit."""
+        data: memoryview = self._ask("get", lambda: self._place.read(path, nbytes, into))
         with self._lock:
             self.bytes_in += len(data)
         return data
@@ -352,6 +358,23 @@ class Requests:
             if error.failure is not Failure.NOT_FOUND:
                 raise
             return None
+
+    def open_cached(self, path: str) -> int | None:
+        """Open a directory's file, which may wait for storage; None for anything amiss."""
+        assert isinstance(self._place, Directory)
+        return self._place.open_cached(path)
+
+    def read_cached(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        """Fill buffers with what memory holds of a file; returns how many bytes, and 0 for anything
+        amiss. Never waits for storage."""
+        assert isinstance(self._place, Directory)
+        num_read = self._place.read_cached(fd, buffers)
+        if num_read:
+            with self._lock:
+                self._requests["get"] += 1
+                self.bytes_in += num_read
+            self._on_outcome(None)
+        return num_read
 
     def modified(self, path: str) -> float | None:
         """Return when an object was written, by the store's clock; None where it is missing."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,22 +39,39 @@ __all__ = [
 _MAX_SKIPPED = 8192
 _MAX_HEARD = 65_536  # what is forgotten and told again is done again, which is safe and costs pages
 
+_MAX_TOLD = 1024  # each of 1,024 keys at most
+_TOLD_S = 120.0
+
 OnErased = Callable[[Sequence[Erasure]], None]
 """What the owner of an engine wants to be told of."""
 
 
 @dataclass(eq=False, slots=True)
 class PendingErasure:
-    """An erasure of this server that is to be made durable. ``after``: its record will be behind
-    this one. ``number``: of its record, 0 before it has one, or of a later one of this server.
-    ``pages``: paths of what was held of it."""
+    """An erasure of this server that is to be made durable. ``number``: of its record, 0 before it
+    has one, or of a later one of this server. ``pages``: paths of what was held of it."""
 
     what: Erasure
     namespace: bytes
     durable: Future[bool]
-    after: int
     pages: list[str] = field(default_factory=list)
     number: int = 0
+
+    @property
+    def named(self) -> Iterable[bytes]:
+        """Return keys, or the tenant, or for everything the namespace: none is another's."""
+        if self.what.keys is not None:
+            return self.what.keys
+        return (self.what.tenant or self.namespace,)
+
+
+class _ToldErasure(NamedTuple):
+    """An erasure of another server whose record will be behind that one, and has until then."""
+
+    what: Erasure
+    namespace: bytes
+    after: int
+    until: float
 
 
 @dataclass(eq=False, slots=True)
@@ -82,7 +100,7 @@ class BucketLoad:
     layout: Layout
     num_left: int
     deadline: float
-    num_touching: int = 0  # pages that are being copied into its buffers
+    num_touching: int = 0  # pages that are being read, or copied, into its buffers
     is_open: bool = True
 
 
@@ -92,6 +110,7 @@ class PageLoad(NamedTuple):
     load: BucketLoad
     position: int
     name: PageName
+    in_place: bool = False  # straight into its buffers, if that takes no waiting
 
     @property
     def page(self) -> Page:
@@ -162,6 +181,8 @@ class BucketState:
         self.learned = 0  # all records up to this one are applied
         self.seen = 0  # by the owner's other tiers too: the stamp of what it stores
         self.orders: dict[PendingErasure, None] = {}  # not durable yet
+        self._unrecorded: Counter[bytes] = Counter()  # what orders without a number name
+        self._told: dict[bytes, _ToldErasure] = {}  # by id, without a record so far
         self.is_asked = False  # the keeper, for what it has not tried yet
         # Ids of the pieces of erasures that are done here; true: of this server's.
         self.heard: dict[bytes, bool] = {}
@@ -223,6 +244,29 @@ class BucketState:
         self.erased.expect(what, self.namespace)
         self.hide(what, MAX_NUMBER + 1)
 
+    def hide_told(self, what: Erasure) -> None:
+        """Hide what another server told, unless that was done by its record."""
+        if what.id in self.heard:
+            return
+        self.hide_unrecorded(what)
+        until = self.clock() + _TOLD_S * random.uniform(1.0, 2.0)  # not all servers at once
+        self._told[what.id] = _ToldErasure(what, self.namespace, self.erased.top, until)
+        if len(self._told) > _MAX_TOLD:
+            del self._told[next(iter(self._told))]
+
+    def adopt(self) -> None:
+        """Have the keeper write what was told long ago and has no record: who told it may have no
+        bucket, or none that it may write to. Nothing that it names would be stored again."""
+        now = self.clock()
+        for each in [each for each in self._told.values() if each.until <= now]:
+            del self._told[each.what.id]
+            if each.after < self.erased.top:
+                continue  # a later record lets such stores go on
+            # What it hid is hidden; pins of what is stored again stay.
+            order = PendingErasure(each.what, each.namespace, self.promises.make())
+            self._add_order(order)
+            self.ask_keeper()
+
     def apply(self, record: Record) -> bool:
         """Hide what a record of one piece names, and have the owner told. Returns whether that is
         done, whatever namespace comes."""
@@ -270,27 +314,42 @@ class BucketState:
 
     def order(self, what: Erasure) -> PendingErasure:
         """Hide an erasure of at most one record, and have the keeper make it durable."""
-        order = PendingErasure(what, self.namespace, self.promises.make(), self.erased.top)
+        order = PendingErasure(what, self.namespace, self.promises.make())
         for key in what.keys or ():
             held = self.index.get(key)
             if held is not None:
                 order.pages.append(held.path(self.layout))
-        self.orders[order] = None
-        self.hear(what.pieces, is_own=True)
+        self._add_order(order)
         self.hide_unrecorded(what)
         return order
+
+    def _add_order(self, order: PendingErasure) -> None:
+        self.orders[order] = None
+        self._unrecorded.update(order.named)
+        self.hear(order.what.pieces, is_own=True)
+
+    def set_numbers(self, orders: Iterable[PendingErasure], number: int) -> None:
+        """Note that the records of orders are there and applied, all up to that one."""
+        for order in orders:
+            order.number = number
+            for each in order.named:
+                self._unrecorded[each] -= 1
+                if not self._unrecorded[each]:
+                    del self._unrecorded[each]
+
+    def awaits_record(self, keys: Iterable[bytes], tenant: bytes) -> bool:
+        """Return whether an erasure of this server that names one of these pages has no record yet.
+        Whatever their writer knew, they may be from before."""
+        if not self._unrecorded:
+            return False
+        return any(each in self._unrecorded for each in (tenant, self.namespace, *keys))
 
     def is_erased(self, keys: Iterable[bytes], tenant: bytes) -> bool:
         """Return whether any of these pages would be dead if it were stored now. The record of what
         names it is not there yet, or the owner has not been told."""
         page = self.namespace, tenant
-        return any(self.erased.hides(*page, key, self.seen) for key in keys)
-
-    @property
-    def reach(self) -> int:
-        """All records up to this one are applied, and those of this server's erasures that are not
-        written yet will be behind it."""
-        return min([self.learned, *(each.after for each in self.orders if not each.number)])
+        dead = any(self.erased.hides(*page, key, self.seen) for key in keys)
+        return dead or self.awaits_record(keys, tenant)
 
     # ---- Ends of stores and loads ----
 

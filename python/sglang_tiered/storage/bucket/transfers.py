@@ -1,13 +1,14 @@
 """Pages out of a bucket and into it: each is an object, got or put by one request.
 
-Loads go over all connections; pages are verified, then copied where they belong. Nothing touches a
-load's buffers once it is over: at its last page, or at its deadline. A store is a hit once it is
-put.
+Loads go over all connections; pages are verified, then copied where they belong. What memory holds
+of a directory's files is read there straight away, and verified in place. Nothing touches a load's
+buffers once it is over: at its last page, or at its deadline. A store is a hit once it is put.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Transfers"]
 
 CLOCK_S = 600.0
+_TAKEN_BYTES = 1 << 20
+"""Of small pages that a thread reads at a time, as each look for work is a turn with the lock."""
 
 
 class Transfers:
@@ -45,6 +48,7 @@ class Transfers:
 
     def submit_load(self, run: Run, deadline_s: float | None) -> Job:
         state, answers = self._state, not self._breaker.is_open
+        reads_in_place = self._requests.reads_in_place
         with state.lock:
             job = state.jobs.open(JobKind.LOAD, run)
             if state.closed:
@@ -57,10 +61,11 @@ class Transfers:
                 asked = sum(segment.nbytes for segment in page)
                 if held is None or held.length > asked:
                     continue
-                if held.length < asked and state.encoding is None:
+                is_encoded = held.length < asked
+                if is_encoded and state.encoding is None:
                     continue
                 job.reasons[position] = Reason.IO_ERROR  # until it is served
-                found.append((position, held))
+                found.append((position, held, reads_in_place and not is_encoded))
             if not found or (deadline_s is not None and deadline_s <= 0):
                 state.jobs.finish(job)
                 return job
@@ -76,50 +81,86 @@ class Transfers:
     def run(self) -> None:
         """Read and put pages: the body of each thread."""
         state = self._state
-        done: tuple[PageLoad, Reason] | None = None
+        room = memoryview(b"")  # what a directory is read into
+        done: list[tuple[PageLoad, Reason | None]] = []
         while True:
             with state.lock:
-                if done is not None:
-                    self._settle(*done)
-                found = self._take()
-            done = None
-            if found is None:
+                for page, reason in done:
+                    self._settle(page, reason)
+                pages, upload = self._take()
+            done = []
+            if upload is not None:
+                self._run_upload(upload)
+            elif not pages:
                 return
-            if isinstance(found, Upload):
-                self._run_upload(found)
-                continue
-            reason = Reason.CANCELLED if state.closed else Reason.IO_ERROR
-            try:
-                if found.load.is_open and not state.closed:
-                    reason = self._load(found)
-            except BaseException:  # a panic of the library is no Exception
-                self._breaker.fault("loading")
-            done = found, reason
+            for page in pages:
+                reason = Reason.CANCELLED if state.closed else Reason.IO_ERROR
+                try:
+                    if page.load.is_open and not state.closed and page.in_place:
+                        reason = self._read_in_place(page)
+                    elif page.load.is_open and not state.closed:
+                        num_bytes = page.name.length
+                        if self._requests.directory is not None and len(room) < num_bytes:
+                            room = memoryview(bytearray(num_bytes))
+                        reason = self._load(page, room if room else None)
+                except BaseException:  # a panic of the library is no Exception
+                    self._breaker.fault("loading")
+                done.append((page, reason))
 
-    def _take(self) -> PageLoad | Upload | None:
-        """Wait for a page to load, or one to upload; None when the engine is closed. Needs the
+    def _take(self) -> tuple[list[PageLoad], Upload | None]:
+        """Wait for pages to load, or one to upload; neither when the engine is closed. Needs the
         state's lock."""
-        state = self._state
-        max_uploads = -(-state.settings.num_connections // 2)
+        state, num_threads = self._state, self._state.settings.num_connections
+        max_uploads = -(-num_threads // 2)
         while not state.loads:
             if state.uploads and len(state.uploading) < max_uploads:
                 upload = next(iter(state.uploads))
                 del state.uploads[upload]
                 state.uploading[upload] = None
-                return upload
+                return [], upload
             if state.closed:
-                return None
+                return [], None
             state.transfer_ready.wait()
-        return state.loads.popleft()
+        page = state.loads.popleft()
+        pages, num_left = [page], len(state.loads) // num_threads
+        room = _TAKEN_BYTES - page.name.length
+        while page.in_place and num_left and state.loads[0].in_place and room > 0:
+            pages.append(state.loads.popleft())
+            num_left, room = num_left - 1, room - pages[-1].name.length
+        return pages, None
 
-    def _settle(self, page: PageLoad, reason: Reason) -> None:
-        """Say what became of a page. Needs the state's lock."""
-        load = page.load
+    def _settle(self, page: PageLoad, reason: Reason | None) -> None:
+        """Say what became of a page; with None it is read by way of other memory. Needs the state's
+        lock."""
+        state, load = self._state, page.load
+        if reason is None:
+            state.loads.appendleft(page._replace(in_place=False))
+            state.transfer_ready.notify()
+            return
         load.num_left -= 1
         if load.is_open:
             load.job.reasons[page.position] = reason
             if not load.num_left:
-                self._state.finish_load(load)
+                state.finish_load(load)
+
+    def _read_in_place(self, page: PageLoad) -> Reason | None:
+        """Fill a page with what memory holds of a file; None where that is not all."""
+        path = page.path
+        fd = self._requests.open_cached(path)
+        if fd is None:
+            return None
+        try:
+            if not self._touch(page.load):
+                return Reason.IO_ERROR
+            try:
+                if self._requests.read_cached(fd, page.page) < page.name.length:
+                    return None
+                is_right = is_page(path, page.name.checksum, page.page)
+            finally:
+                self._end_touch(page.load)
+        finally:
+            os.close(fd)
+        return Reason.OK if is_right else self._corrupt(page)
 
     def _touch(self, load: BucketLoad) -> bool:
         """Begin to touch a load's buffers, for no longer than a copy takes; false where it is
@@ -135,11 +176,11 @@ class Transfers:
             if not load.is_open:
                 self._state.expire(load)
 
-    def _load(self, page: PageLoad) -> Reason:
+    def _load(self, page: PageLoad, room: memoryview | None) -> Reason:
         """Return what became of a page."""
         path, began = page.path, time.perf_counter()
         try:
-            stored = self._requests.get(path, page.name.length)
+            stored = self._requests.get(path, page.name.length, into=room)
         except BucketError as error:
             if error.failure is Failure.NOT_FOUND:
                 with self._state.lock:
@@ -152,7 +193,7 @@ class Transfers:
             asked_bytes = sum(segment.nbytes for segment in page.page)
             took_s = time.perf_counter() - began
             encoding.note_read(Tier.OBJECT, took_s, len(stored), asked_bytes)
-        if len(stored) < page.name.length or not is_page(path, page.name.checksum, stored):
+        if len(stored) < page.name.length or not is_page(path, page.name.checksum, (stored,)):
             return self._corrupt(page)
         if not self._touch(page.load):
             return Reason.IO_ERROR
@@ -265,7 +306,7 @@ class Transfers:
         self._look_at_the_clock(layout)
         now = int(state.wall_clock() + state.skew_s)
         name = PageName(upload.key, job.run.tenant, upload.num_bytes, upload.stamp, now)
-        name = name._replace(checksum=page_checksum(name.stem(layout), data))
+        name = name._replace(checksum=page_checksum(name.stem(layout), (data,)))
         path = name.path(layout)
         try:
             self._requests.put(path, data)

@@ -213,7 +213,7 @@ def _verify_page(requests: Requests, listed: Listed, name: PageName) -> str | No
         return None
     if len(data) != listed.size:
         return f"has {len(data)} bytes instead of {listed.size}"
-    matches = is_page(listed.path, name.checksum, data)
+    matches = is_page(listed.path, name.checksum, (data,))
     return "" if matches else "does not match the checksum in its name"
 
 

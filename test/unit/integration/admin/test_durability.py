@@ -75,7 +75,7 @@ def test_bucket_pages_reach_nvme_under_their_tenant(resumed: TieredStorage) -> N
     assert len(held) == NUM_PAGES + 2, "the windows too"
     assert {page.tenant for page in held} == {TENANT}
     assert all(page.is_used for page in held), "reclaim would take them first"
-    shutil.rmtree(str(resumed.stack.bucket._requests._place.root))  # type: ignore[attr-defined]
+    shutil.rmtree(str(resumed.stack.bucket._requests.directory))  # type: ignore[attr-defined]
     pool = resumed.mem_pool_host
     expected = pool.buffer.clone()
     pool.buffer.zero_()
@@ -88,7 +88,7 @@ def test_pages_that_cannot_come_end_a_checkpoint(
     resumed: TieredStorage, monkeypatch: pytest.MonkeyPatch, lacks: str
 ) -> None:
     if lacks == "objects":
-        shutil.rmtree(str(resumed.stack.bucket._requests._place.root))  # type: ignore[attr-defined]
+        shutil.rmtree(str(resumed.stack.bucket._requests.directory))  # type: ignore[attr-defined]
     else:
         monkeypatch.setattr(resumed.stack._promoter, "_may_store", lambda: False)
     begun = time.monotonic()

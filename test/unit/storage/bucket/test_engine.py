@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
 
+from kit.clock import Clock
 from kit.request_hooks import Gate, listed
 from kit.runs import NAMESPACE, make_run, make_soft_run, of, page_data, soft_encoding
 from kit.tiers import load, loads, store
@@ -92,3 +94,15 @@ def test_confirming_ends_in_time(make_engine: Any) -> None:
     gate = Gate(engine, "modified", run.keys[1].hex())
     assert engine.confirm(run.keys, 1.0)[1] is False
     gate.opened.set()
+
+
+def test_pages_over_age_are_found_no_more(make_engine: Any) -> None:
+    """From the next look on, not from the next full listing."""
+    clock = Clock(time.time())
+    engine, run = make_engine(ttl_s=50.0, clocks={"wall_clock": clock}), make_run(1, [100])
+    assert finished(engine.submit_store(run)) == [Reason.OK]
+    assert engine.refresh(TIMEOUT_S)
+    for later, is_found in ((30.0, True), (60.0, False)):
+        clock.now += later
+        assert engine.refresh(TIMEOUT_S)
+        assert engine.contains(run.keys) == [is_found]

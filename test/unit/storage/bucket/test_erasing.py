@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kit.clock import Clock
 from kit.request_hooks import Gate, before, listed, refuse
 from kit.runs import NAMESPACE, make_run, select
 from kit.waiting import TIMEOUT_S, eventually, finished
@@ -27,6 +28,7 @@ from sglang_tiered.storage.region.pins import Pin
 A, B, N, M = b"a" * 16, b"b" * 16, b"n" * 32, b"m" * 32
 PAGES = [100, 200, 300]
 RUN = make_run(1, PAGES)
+TOLD = Erasure.of(RUN.keys)
 
 
 def store(engine: BucketEngine, run: Run) -> None:
@@ -341,8 +343,11 @@ def test_a_namespace_that_comes_brings_its_erasures(make_engine: Any) -> None:
     for full in (False, True):
         assert b.refresh(TIMEOUT_S, full=full)
     assert not told, "it is of another"
+    gate = Gate(b, "listing")
     b.set_namespace(M)
-    assert set(finished(b.submit_store(RUN))) <= {Reason.CANCELLED, Reason.OK}
+    assert gate.reached.wait(TIMEOUT_S)
+    assert set(finished(b.submit_store(RUN))) == {Reason.CANCELLED}
+    gate.opened.set()
     assert b.refresh(TIMEOUT_S)
     assert [what.is_everything for what in told] == [True]
     assert a.refresh(TIMEOUT_S, full=True)
@@ -350,6 +355,79 @@ def test_a_namespace_that_comes_brings_its_erasures(make_engine: Any) -> None:
     assert set(stored) <= {Reason.OK, Reason.DUPLICATE}
     assert a.refresh(TIMEOUT_S)
     assert all(a.contains(RUN.keys))
+
+
+def test_an_upload_that_was_erased_leaves_nothing(a: BucketEngine) -> None:
+    gate = Gate(a, "put", "/pages/")
+    job = a.submit_store(RUN)
+    assert gate.reached.wait(TIMEOUT_S)
+    begun = a.erase(TOLD)
+    gate.opened.set()
+    assert set(finished(job)) == {Reason.CANCELLED}
+    assert is_true(begun, TIMEOUT_S)
+    assert not listed(a, a._state.layout.pages)
+
+
+def test_a_waiting_erasure_hides_no_other_pages(
+    a: BucketEngine, b: BucketEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a server that may not write: what others erased and stored again since is found."""
+    other = make_run(2, PAGES)
+    monkeypatch.setattr(b._requests._place, "write", lambda *_: refuse())
+    assert not is_true(b.erase(Erasure.of(other.keys)), TIMEOUT_S)
+    assert is_true(a.erase(TOLD), TIMEOUT_S)
+    store(a, RUN)
+    store(a, other)
+    assert isinstance(durable := a.pin("p", RUN.keys), Future) and is_true(durable, TIMEOUT_S)
+    assert isinstance(durable := a.pin("q", other.keys), Future) and is_true(durable, TIMEOUT_S)
+    assert b.refresh(TIMEOUT_S)
+    assert all(b.contains(RUN.keys))
+    assert b.has_pin("p") and not b.has_pin("q")
+    assert not any(b.contains(other.keys)), "it may be from before"
+    assert set(finished(b.submit_store(other))) == {Reason.CANCELLED}, "its record kills that"
+
+
+def test_an_erasure_told_without_record_gets_one(make_engine: Any) -> None:
+    """Its server may have no bucket: what it names would never be stored again, nor pinned."""
+    clock = Clock(1000.0)
+    a, b, c = (make_engine(clocks={"clock": clock}) for _ in range(3))
+    store(a, RUN)
+    for engine in (a, b):
+        assert engine.refresh(TIMEOUT_S)
+        assert is_true(engine.erase(replace(TOLD, spread=False)), TIMEOUT_S)
+    assert set(finished(a.submit_store(RUN))) == {Reason.CANCELLED}
+    pinned = a.pin("p", RUN.keys)
+    assert isinstance(pinned, Future)
+    for later in (100.0, 150.0):
+        assert not listed(a, records.ERASED)
+        clock.now += later
+        assert a.refresh(TIMEOUT_S)
+    assert is_true(pinned, TIMEOUT_S)
+    assert a.has_pin("p"), "it was made behind the erasure"
+    store(a, RUN)
+    assert b.refresh(TIMEOUT_S)
+    for engine in (b, c):
+        assert engine.refresh(TIMEOUT_S, full=True)
+        assert all(engine.contains(RUN.keys))
+    assert len(listed(b, records.ERASED)) == 1, "another server wrote one, too"
+
+
+def test_who_may_not_write_adopts_no_erasure(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it waits for a record of its own for ever, and finds nothing of that again."""
+    clock = Clock(1000.0)
+    a, b = (make_engine(clocks={"clock": clock}) for _ in range(2))
+    monkeypatch.setattr(b._requests._place, "write", lambda *_: refuse())
+    assert set(finished(b.submit_store(RUN))) <= {Reason.IO_ERROR, Reason.REJECTED}
+    assert is_true(b.erase(replace(TOLD, spread=False)), TIMEOUT_S)
+    clock.now += 300.0
+    assert b.refresh(TIMEOUT_S)
+    assert not b._state.orders
+    assert is_true(a.erase(TOLD), TIMEOUT_S)
+    store(a, RUN)
+    assert b.refresh(TIMEOUT_S)
+    assert all(b.contains(RUN.keys))
 
 
 def test_forgets_that_keep_coming_are_answered(make_engine: Any) -> None:

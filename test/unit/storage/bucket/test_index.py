@@ -53,6 +53,18 @@ def test_a_sweep_takes_what_no_listing_showed() -> None:
     table.check_integrity()
 
 
+def test_what_is_over_age_goes_without_a_listing() -> None:
+    """Some at a time, and none that is pinned; that is no eviction."""
+    table = BucketIndex(5000, None, None, {key(1)}.__contains__)
+    for number in range(2500):
+        table.put(page(number))
+    assert [table.expire(2400) for _ in range(4)] == [True, True, True, False]
+    assert table.num_pages == 101
+    assert held(table, 0, 1, 2399, 2400) == [1, 2400]
+    assert table.num_pages_evicted == 0
+    table.check_integrity()
+
+
 def test_an_erased_tenant_hides_and_goes_later() -> None:
     table = index()
     for number in range(20):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,13 @@ def test_a_deadline_waits_for_a_running_copy(make_engine: Any, tmp_path: Path) -
     """And what came to its end meanwhile is not said to have arrived."""
     engine, run = make_engine(url=tmp_path.as_uri()), make_run(1, [4096])
     finished(engine.submit_store(run))
-    deliver, target = engine._transfers._deliver, blank(run)
-    reached, opened = threading.Event(), threading.Event()
-
-    def waits(*arguments: Any) -> Reason:
-        reached.set()
-        assert opened.wait(TIMEOUT_S)
-        return deliver(*arguments)  # type: ignore[no-any-return]
-
-    engine._transfers._deliver = waits
+    gate, target = Gate(engine, "read_cached"), blank(run)
     job = engine.submit_load(target, deadline_s=0.01)
-    assert reached.wait(TIMEOUT_S)
+    assert gate.reached.wait(TIMEOUT_S)
     (load,) = engine._state.open_loads
     eventually(lambda: not load.is_open, "its deadline passed")
     assert not job.done, "the buffers were given back under a copy"
-    opened.set()
+    gate.opened.set()
     assert finished(job) == [Reason.IO_ERROR]
     assert bytes(target.pages[0][0]) == bytes(run.pages[0][0])
 
