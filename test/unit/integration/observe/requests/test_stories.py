@@ -97,9 +97,11 @@ def test_line_holds_no_key_or_token(world: CacheWorld, path: Path) -> None:
 def test_aborted_request_has_one_line(world: CacheWorld, path: Path) -> None:
     req = arrives(world, "r", HELD)
     world.cache.release_aborted_request(req.cache_request_handle)
+    world.cache.tiering.notes.given_up(req.cache_request_handle, "revoked")  # as it is afterwards
     req.finished_reason = FINISH_LENGTH(1)
     world.cache.claim_kv_row(req)  # as after a handoff that failed
-    assert lines(world, path)["r"]["end"] == "abort"
+    line = lines(world, path)["r"]
+    assert line["end"] == "abort" and "given_up" not in line
     assert len(path.read_bytes().splitlines()) == 1
     assert not world.cache.tiering.notes._stories
 
