@@ -14,7 +14,7 @@ tier are therefore announced at their first use here. Announced pages are rememb
 those that no tier holds any more too, as they may come back. Beyond it first these go. Then the
 oldest is announced as removed, which costs a router a hit and never misleads it. Every step looks
 some of them up, all in their turn. So a page lost in any way (reclaim, erasing, flaws, a sick disk)
-is noticed within seconds without a signal from the tiers.
+is noticed within seconds, 20 at most, without a signal from the tiers.
 
 With several ranks, rank 0 of each KV cache publishes, as in SGLang; its own shard decides.
 """
@@ -51,9 +51,10 @@ MAX_PAGES = 1 << 16
 MAX_PAGES_PER_TAKE = 512
 """Pages announced in a step; each takes a few microseconds of the scheduler thread."""
 SWEEP_PAUSE_S, CHUNK_PAUSE_S, CHUNK_PAGES = 1.0, 0.005, 256
-MAX_CHUNKS = 64
+MAX_CHUNKS = 16
 """Chunks that a long step is followed by: as many as it took pauses, so that all of them take the
-same share of the thread."""
+same share of the thread. More, 6 ms of it, would keep a request waiting that wakes an idle server,
+which makes a step a second with ``--sleep-on-idle``."""
 
 _EVENTS = "sglang.srt.mem_cache.events:KVCacheEventRecorder"
 _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface"

@@ -40,6 +40,22 @@ def test_node_that_was_evicted_ends_the_scheduler(events: TierEvents) -> None:
     assert events.take_events() == []
 
 
+def test_step_after_a_long_pause_is_short(events: TierEvents) -> None:
+    """A request that wakes an idle server waits for it."""
+    now, asked = [0.0], list[int]()
+    events._clock = lambda: now[0]
+    events.use_tiers(
+        {StorageMedium.DISK: lambda keys: asked.append(len(keys)) or [True] * len(keys)}
+    )
+    for number in range(2 * 4096):
+        event = BlockStored([number], None, list(range(4)), 4, None)
+        events._set_held(number.to_bytes(32, "big"), kv_events._Page(event), 1)
+    for _ in range(5):
+        now[0] += 3600.0
+        events.step()
+    assert asked == [0, 4096, 4096, 0, 4096], "all in their turn"
+
+
 class Router:
     """A tier that holds what a test says, and what is known of it by its events."""
 
