@@ -95,8 +95,13 @@ def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:
     attach_again(cache)
     gone, again = told
     assert gone is None and again.num_pages_stored == 0, "their counts begin at zero"
-    ((_, _, holds),) = cache._observer.events._tiers
+    ((medium, _, holds),) = cache._observer.events._tiers
     assert holds([bytes.fromhex(text) for text in keys_of(TOKENS)]) == [True] * 4
+    asked: list[Any] = []
+    cache._observer.events.use_tiers(
+        {medium: lambda keys: asked.append(keys) or [True] * len(keys)}
+    )
+    step(cache, lambda: bool(asked))
 
 
 def test_old_weights_kv_is_not_stored_after_attaching(cache: Any) -> None:
