@@ -42,7 +42,7 @@ def test_node_that_was_evicted_ends_the_scheduler(events: TierEvents) -> None:
 
 def test_step_after_a_long_pause_is_short(events: TierEvents) -> None:
     """A request that wakes an idle server waits for it."""
-    now, asked = [0.0], list[int]()
+    now, asked = [events._due], list[int]()
     events._clock = lambda: now[0]
     events.use_tiers(
         {StorageMedium.DISK: lambda keys: asked.append(len(keys)) or [True] * len(keys)}
