@@ -79,6 +79,10 @@ CASES: dict[str, list[Change]] = {
 }
 NEARLY: dict[str, list[Change]] = {
     "a tier has been sick for two minutes": [("tier_healthy", {"tier": "nvme"}, "1x57 0x3")],
+    "tiers were detached ten minutes ago, and nobody asks who else there is": [
+        ("peer_discovery_works", {}, "1x49 0x11"),
+        ("tier_capacity_bytes", {"tier": "nvme"}, "1x49 0x11"),
+    ],
     "a page in fifty is dropped": [
         ("admission_pages_total", {"outcome": "dropped_backlog"}, "0+1x60")
     ],

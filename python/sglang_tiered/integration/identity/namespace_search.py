@@ -3,8 +3,9 @@
 The namespace is a digest of the bytes of the weights. If their digests are remembered it is known
 at once, and weights of a few gigabytes are read in the time that a start may wait. Larger ones are
 read on a thread while the server serves, with no page loaded and none stored. The tiers are open
-meanwhile under the last namespace found for the shard. Its pages are indexed, and hidden until the
-answer confirms it.
+meanwhile: under the namespace of the last weights that looked the same, which proves right unless a
+few numbers were edited. Without any such weights, they are open under the last namespace found for
+the shard. Its pages are indexed, and hidden until the answer confirms it.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ logger = logging.getLogger(__name__)
 class NamespaceSearch:
     """Finds the namespace; the scheduler thread reads its attributes.
 
-    While ``answer`` is None no page of another namespace may be used, and none added.
-    ``is_nameless`` says that no process will have the answer again. ``directory`` holds remembered
-    digests. ``meanwhile`` tells users what has to wait.
+    ``guess`` is the one to open the tiers under, None where there is none. While ``answer`` is None
+    it may be another model's: no page of it may be used and none added. ``is_nameless`` says that
+    no process will have the answer again. ``directory`` holds remembered digests. ``meanwhile``
+    tells users what has to wait.
     """
 
     def __init__(
@@ -65,19 +67,24 @@ class NamespaceSearch:
         self._digests = FileDigests(directory)
         self._stopped = threading.Event()
         self.answer: bytes | None = None
+        self.guess: bytes | None = None
         self.is_nameless = False
         files = namespace.files_of(identity)
         known = self._digests.known(files)
         unknown = sorted(files - known.keys(), key=lambda file: file.path)
         if not unknown:
-            self.answer = self._conclude(known)
+            self.answer = self.guess = self._conclude(known)
             return
+        likely = self._digests.likely(unknown)
         self._thread = threading.Thread(
             target=self._run, args=(known, unknown), name="tier-weights", daemon=True
         )
         self._thread.start()
         self._thread.join(PATIENCE_S if patience_s is None else patience_s)
-        if self.answer is None:
+        self.guess = self.answer
+        if self.guess is None:
+            if len(likely) == len(unknown):
+                self.guess = _digest(namespace.spell_out(identity, pools, known | likely))
             logger.warning(
                 "reading %s of weights in the background, to identify them; until that is done %s",
                 format_bytes(sum(file.stamp.num_bytes for file in unknown)),
@@ -97,7 +104,7 @@ class NamespaceSearch:
     def _conclude(self, digests: Mapping[SeenFile, bytes]) -> bytes:
         text = namespace.spell_out(self._identity, self._pools, digests)
         self.is_nameless = f'"{UNRESOLVED}' in text
-        return hashlib.sha256(text.encode()).digest()
+        return _digest(text)
 
     def _run(self, known: dict[SeenFile, bytes], unknown: list[SeenFile]) -> None:
         # On Linux this is the thread's own priority: computing goes first.
@@ -120,6 +127,10 @@ class NamespaceSearch:
         num_read = format_bytes(self._digests.num_bytes_read)
         logger.info("weights identified after %.1f s (%s read here)", seconds, num_read)
         self.answer = answer
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 def recall_namespace(shard: Path) -> bytes:

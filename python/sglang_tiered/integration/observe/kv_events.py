@@ -14,7 +14,7 @@ tier are therefore announced at their first use here. Announced pages are rememb
 those that no tier holds any more too, as they may come back. Beyond it first these go. Then the
 oldest is announced as removed, which costs a router a hit and never misleads it. Every step looks
 some of them up, all in their turn. So a page lost in any way (reclaim, erasing, flaws, a sick disk)
-is noticed within seconds without a signal from the tiers.
+is noticed within seconds, 20 at most, without a signal from the tiers.
 
 With several ranks, rank 0 of each KV cache publishes, as in SGLang; its own shard decides.
 """
@@ -51,9 +51,10 @@ MAX_PAGES = 1 << 16
 MAX_PAGES_PER_TAKE = 512
 """Pages announced in a step; each takes a few microseconds of the scheduler thread."""
 SWEEP_PAUSE_S, CHUNK_PAUSE_S, CHUNK_PAGES = 1.0, 0.005, 256
-MAX_CHUNKS = 64
+MAX_CHUNKS = 16
 """Chunks that a long step is followed by: as many as it took pauses, so that all of them take the
-same share of the thread."""
+same share of the thread. More, 6 ms of it, would keep a request waiting that wakes an idle server,
+which makes a step a second with ``--sleep-on-idle``."""
 
 _EVENTS = "sglang.srt.mem_cache.events:KVCacheEventRecorder"
 _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface"
@@ -119,7 +120,8 @@ class TierEvents:
         self.use_tiers(tiers)
         self._max_pages = max_pages
         self._root = _Node(RadixKey([]), None, [])
-        self._pages: OrderedDict[bytes, _Page] = OrderedDict()  # what may go first is in front
+        self._pages: OrderedDict[bytes, _Page] = OrderedDict()  # that a tier holds, oldest first
+        self._lost: OrderedDict[bytes, _Page] = OrderedDict()  # that none does: they may come back
         self._changed: OrderedDict[bytes, _Page] = OrderedDict()  # held differs from announced
         self._clock, self._due = clock, clock()
         self._sweep: Iterator[bytes] = iter(())  # pages to look up
@@ -151,9 +153,8 @@ class TierEvents:
             if not hashes:
                 return
             last = self._pages.get(bytes.fromhex(hashes[-1]))
-            is_known = last is not None and last.held > 0
             end = None if last is None else last.end
-            if is_known and (end is not None or not has_own_hashes):
+            if last is not None and (end is not None or not has_own_hashes):
                 tokens: Sequence[int] = (0, 0)  # placeholders: the recorder does not read them
             elif (spec := core.build_storage_backup_spec(node.node_id, False)) is not None:
                 tokens, end = spec.token_ids, None
@@ -165,7 +166,7 @@ class TierEvents:
                 tokens, extra_key=extra_key, cache_salt=cache_salt, is_bigram=self._is_bigram
             )
             parent = _Node(key, parent, hashes, None if end is None else [end])
-            if not is_known:
+            if last is None:
                 self._add(parent, [bytes.fromhex(text) for text in hashes])
 
     def take_events(self) -> list[Any]:
@@ -182,7 +183,7 @@ class TierEvents:
     def tree_was_reset(self) -> None:
         """Announce everything again: SGLang has announced the removal of all blocks of every
         medium, and the tiers kept theirs."""
-        for key, page in (self._changed | self._pages).items():
+        for key, page in (self._changed | self._lost | self._pages).items():
             page.announced = 0
             self._changed[key] = page
 
@@ -197,10 +198,11 @@ class TierEvents:
         keys = list(islice(self._sweep, num_pages))
         self._due = now + CHUNK_PAUSE_S
         if len(keys) < num_pages:
-            self._sweep = iter(list(self._pages))
+            self._sweep = iter([*self._lost, *self._pages])
             self._due = now + SWEEP_PAUSE_S
         for key, held in zip(keys, self._held(keys), strict=True):
-            if (page := self._pages.get(key)) is not None:
+            page = self._pages.get(key) or self._lost.get(key)
+            if page is not None:  # else it went beyond the bound meanwhile
                 self._set_held(key, page, held)
 
     def _held(self, keys: list[bytes]) -> list[int]:
@@ -217,13 +219,12 @@ class TierEvents:
         assert len(blocks) == len(keys), (len(blocks), len(keys))
         for key, block, bits in zip(keys, blocks, held, strict=True):
             if bits:
-                page = self._pages.get(key) or self._changed.get(key) or _Page(block)
-                self._pages[key] = page
-                self._set_held(key, page, bits)
+                page = self._pages.get(key) or self._lost.get(key) or self._changed.get(key)
+                self._set_held(key, page or _Page(block), bits)
         if node.event_hash_value is not None and (last := self._pages.get(keys[-1])) is not None:
             last.end = node.event_hash_value[-1]
-        while len(self._pages) > self._max_pages:
-            key, page = self._pages.popitem(last=False)
+        while len(self._pages) + len(self._lost) > self._max_pages:
+            key, page = (self._lost or self._pages).popitem(last=False)
             page.held = 0
             self._changed[key] = page
 
@@ -231,8 +232,11 @@ class TierEvents:
         page.held = held
         if held != page.announced:
             self._changed[key] = page
-        if not held:
-            self._pages.move_to_end(key, last=False)
+        # In the order in which they were lost and come back, that of chains: a router knows no
+        # page before the one in front of it.
+        now, before = (self._pages, self._lost) if held else (self._lost, self._pages)
+        before.pop(key, None)
+        now[key] = page
 
     def _announce(self, page: _Page, medium: StorageMedium, bit: int) -> None:
         if page.held & bit and not page.announced & bit:

@@ -301,7 +301,8 @@ class Stories:
         stories, now = self._stories, self.clock()
         self._prefill_s += seconds
         for req, (num_new, num_before) in zip(reqs, spans, strict=False):
-            story = stories.get(req.cache_request_handle)
+            handle = req.cache_request_handle
+            story = stories.get(handle) or self._unwritten.get(handle)
             if story is None or story.is_prefilled:
                 continue
             prefill, copy = story.line.prefill, story.line.copy
@@ -323,17 +324,16 @@ class Stories:
     def step(self) -> None:
         """Write the lines of the step before, in which SGLang let go of requests before the batch
         that they ended with was timed."""
-        for handle, story in self._unwritten.items():
-            self._drop_story(handle, story)
-            if self._writer is not None:
+        if self._writer is not None:
+            for story in self._unwritten.values():
                 self._writer.put(story)
         self._unwritten.clear()
 
     def released(self, req: Any) -> None:
         """Note that it gives its memory back, at its end or to come again."""
-        if not req.finished() or req in self._ended:
-            return
         handle = req.cache_request_handle
+        if not req.finished() or req in self._ended or handle in self._unwritten:
+            return
         story = self._stories.get(handle)
         if story is None:
             if self._is_unseen(req):
@@ -358,8 +358,8 @@ class Stories:
         now, offset_s = self.clock(), self._unix_minus_clock_s()
         story.stop_waiting(now)
         tell_spans(story, offset_s, is_over=True)
+        self._drop_story(handle, story)  # what SGLang does to its load now is none of its line
         if self._writer is None:
-            self._drop_story(handle, story)
             return
         tenant = self._tenant_of(req.extra_key, req.cache_salt)
         line, times = story.line, req.time_stats  # of ``time.perf_counter``; 0.0 is never
@@ -445,7 +445,7 @@ def tell_spans(story: Story, unix_minus_clock_s: float, *, is_over: bool = False
 
 def _spans(story: Story, *, is_over: bool) -> Iterator[_Span]:
     """Yield the name, level, begin and duration of each span that is complete, and its attributes:
-    the fields of a part of the line."""
+    the fields of a part of the line, and some that have a name of their own here."""
     line, load, copy = story.line, story.line.load, story.line.copy
     fields_of: Callable[[Any], dict[str, Any]] = msgspec.to_builtins
     if line.lookup is not None:
@@ -455,13 +455,19 @@ def _spans(story: Story, *, is_over: bool) -> Iterator[_Span]:
     # Of what loads while the front of its prompt is computed, one part ends after the other.
     has_ended = is_over or (story.load_s is not None and not story.parts)
     if load is not None and has_ended and ("load", load.at_s) not in story.told:
-        cause = {} if line.given_up is None else {"given_up": line.given_up.why}
-        yield "load", _OUTER, load.at_s, story.load_s or 0.0, fields_of(load) | cause
+        more: dict[str, Any] = {"num_loaded_tokens": load.num_loaded_tokens}
+        if line.plan is not None:
+            more |= {"num_tokens": story.num_planned, "expected_s": line.plan.load_s}
+        if line.given_up is not None:
+            more["given_up"] = line.given_up.why
+        yield "load", _OUTER, load.at_s, story.load_s or 0.0, fields_of(load) | more
         for read in story.tiers():
-            yield "read", _INNER, read.at_s, read.read_s, fields_of(read)
+            failed = {"num_failed_pages": sum(read.failed.values())}
+            yield "read", _INNER, read.at_s, read.read_s, fields_of(read) | failed
             if story.meter is not None and read.verify_s:
                 checks = story.meter.checks[:]
                 began, ended = min(began for began, _ in checks), max(ended for _, ended in checks)
-                yield "verify", _INNER, began, ended - began, fields_of(read)
+                checked = {"tier": read.tier, "thread_s": read.verify_s}
+                yield "verify", _INNER, began, ended - began, checked
     if copy is not None and copy.copy_s is not None:
         yield "copy", _OUTER, copy.at_s, copy.copy_s, fields_of(copy)

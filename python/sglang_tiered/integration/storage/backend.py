@@ -184,7 +184,7 @@ class TieredStorage(TierQueries):
         region, replica, self._budget = open_shard(
             config,
             where,
-            search.answer,
+            search.guess,
             max_page_bytes,
             page_layout(self.mem_pool_host),
             tp_size=self._storage_config.tp_size,

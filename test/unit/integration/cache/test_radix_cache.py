@@ -95,8 +95,11 @@ def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:
     attach_again(cache)
     gone, again = told
     assert gone is None and again.num_pages_stored == 0, "their counts begin at zero"
-    ((_, _, holds),) = cache._events._tiers
+    ((medium, _, holds),) = cache._events._tiers
     assert holds([bytes.fromhex(text) for text in keys_of(TOKENS)]) == [True] * 4
+    asked: list[Any] = []
+    cache._events.use_tiers({medium: lambda keys: asked.append(keys) or [True] * len(keys)})
+    step(cache, lambda: bool(asked))
 
 
 def test_stored_node_is_announced_and_a_flush_told(cache: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +143,17 @@ def test_damaged_or_foreign_memory_costs_a_reading(
     (memory / WEIGHTS_NAME).write_bytes(content)
     assert read(memory, file)[1] == SIZE
     assert read(memory, file)[1] == 0
+
+
+def test_refetched_file_has_a_likely_digest(memory: Path, file: Path, tmp_path: Path) -> None:
+    (digest,), _ = read(memory, file)
+    seen = see(Path(shutil.copyfile(file, tmp_path / "anew")))
+    digests = FileDigests(memory)
+    assert digests.known([seen]) == {}
+    assert digests.likely([seen]) == {seen: digest}
+    with seen.path.open("r+b") as stream:
+        stream.write(b"edit")
+    assert digests.likely([see(seen.path)]) == {}
 
 
 def test_stopped_reader_waits_for_no_turn(memory: Path, file: Path) -> None:

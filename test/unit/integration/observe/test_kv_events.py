@@ -40,6 +40,22 @@ def test_node_that_was_evicted_ends_the_scheduler(events: TierEvents) -> None:
     assert events.take_events() == []
 
 
+def test_step_after_a_long_pause_is_short(events: TierEvents) -> None:
+    """A request that wakes an idle server waits for it."""
+    now, asked = [events._due], list[int]()
+    events._clock = lambda: now[0]
+    events.use_tiers(
+        {StorageMedium.DISK: lambda keys: asked.append(len(keys)) or [True] * len(keys)}
+    )
+    for number in range(2 * 4096):
+        event = BlockStored([number], None, list(range(4)), 4, None)
+        events._set_held(number.to_bytes(32, "big"), kv_events._Page(event), 1)
+    for _ in range(5):
+        now[0] += 3600.0
+        events.step()
+    assert asked == [0, 4096, 4096, 0, 4096], "all in their turn"
+
+
 class Router:
     """A tier that holds what a test says, and what is known of it by its events."""
 
@@ -48,6 +64,7 @@ class Router:
             page_size=PAGE, dynamo_kv_event_format=False, kv_event_lora_names=None
         )
         self.held, self.is_sick, self.known = set[bytes](), False, set[int]()
+        self.forgets = max_pages < 1000
         tiers = {StorageMedium.DISK: self.holds}
         clock = partial(next, itertools.count())  # in each step it is time for more
         self.events = TierEvents(core, tiers, params, max_pages=max_pages, clock=clock)
@@ -57,12 +74,18 @@ class Router:
 
     @property
     def names(self) -> set[int]:
-        return {int.from_bytes(key[:8], "big", signed=True) for key in self.held}
+        return self.names_of(self.held)
+
+    @staticmethod
+    def names_of(keys: set[bytes]) -> set[int]:
+        return {int.from_bytes(key[:8], "big", signed=True) for key in keys}
 
     def follow(self) -> None:
         for event in self.events.take_events():
             blocks = set(event.block_hashes)
             if isinstance(event, BlockStored):
+                front = event.parent_block_hash
+                assert front is None or front in self.known or self.forgets, "out of order"
                 assert not blocks & self.known
                 self.known |= blocks
             else:
@@ -107,3 +130,30 @@ def test_sweep_and_scheduler_lose_no_change(
         router.known.clear()  # as SGLang's own event has it, of all media
         router.settle()
         assert router.known == before
+
+
+def test_lost_pages_go_before_those_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then what was announced first: what comes back is as good as new."""
+    with cache_world(tmp_path / "kv", monkeypatch) as world:
+        router = Router(world.cache.tree_core, max_pages=4)
+        first, second, third = (prompt(number, 2) for number in range(3))
+        pages = {
+            str(one): set(map(bytes.fromhex, hashes_of(one))) for one in (first, second, third)
+        }
+
+        def stores(tokens: Any, *held: Any) -> None:
+            """Have the tier hold these alone, and some of them announced."""
+            world.compute(tokens)
+            router.held = set().union(*(pages[str(one)] for one in held))
+            router.settle()
+            router.events.announce_node(world.match(tokens).best_match_node)
+            router.settle()
+
+        stores(first, first)
+        stores(second, first, second)
+        stores(third, first, third)
+        assert router.known == router.names, "the second was lost, so the first may stay"
+        stores(first, third)
+        stores(first, first, third)
+        stores(second, first, second, third)
+        assert router.known == router.names_of(pages[str(first)] | pages[str(second)])

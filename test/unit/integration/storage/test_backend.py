@@ -231,6 +231,22 @@ def test_pages_wait_until_their_weights_are_read(
     assert store_pages(storage, keys, slots(0)) == [True]
 
 
+def test_what_ran_in_between_costs_no_page(
+    make: Storages, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model, or other settings, while a container fetches its weights at every start."""
+    a_run_that_stored_a(make, weights)
+    identity = namespace.server_identity
+    with monkeypatch.context() as other:
+        other.setattr(namespace, "server_identity", lambda where: {**identity(where), "set": "on"})
+        a_run_that_stored_a(make, weights)
+    weights.are_fetched_anew()
+    weights.take_long()
+    storage = make.open(make_pool(None))
+    weights.are_read(storage)
+    assert load_pages(storage, hashes("a"), slots(0)) == [True]
+
+
 @pytest.mark.parametrize("note", [b"", b"x" * 40, seal(b"short"), seal([1])])
 def test_a_damaged_namespace_note_costs_pages_only(
     make: Storages, weights: Weights, note: bytes
@@ -263,9 +279,9 @@ def test_answer_while_opening_does_not_confirm_the_guess(
         searches.append(NamespaceSearch(*arguments))
         return searches[0]
 
-    def open_slowly(config: Any, where: Any, answer: bytes | None, *rest: Any, **more: Any) -> Any:
-        opened = open_shard(config, where, answer, *rest, **more)
-        assert answer is None
+    def open_slowly(*arguments: Any, **more: Any) -> Any:
+        opened = open_shard(*arguments, **more)
+        assert searches[0].answer is None
         weights.let_go()
         eventually(lambda: searches[0].answer is not None)
         return opened

@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_tiered.integration.observe.stories import PREFIX, tell_spans
 from sglang_tiered.integration.observe.story import LoadMeter, Story
-from sglang_tiered.request_log import Copy, Load, Lookup, Wait
+from sglang_tiered.request_log import Copy, Load, Lookup, Plan, Wait
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run, Tier
 
 KEYS = tuple(bytes([number]) * 32 for number in range(2))
@@ -60,6 +60,7 @@ def loaded(req: Req) -> Story:
     story.req, story.meter, line = req, meter, story.line
     line.lookup = Lookup(at_s=1.0, lookup_s=0.1, page_tokens=64, num_nvme_pages=2)
     line.waits = (Wait(why="load", at_s=1.25, wait_s=0.35),)
+    line.plan = Plan(at_s=1.1, decision="load", load_s=0.3, num_nvme_tokens=128)
     line.load = Load(at_s=1.2, load_s=0.4, num_loaded_tokens=64)
     line.copy = Copy(at_s=1.7, copy_s=0.1, num_tokens=64, num_bytes=100)
     return story
@@ -84,3 +85,9 @@ def test_spans_are_in_the_requests_own_trace(exported: InMemorySpanExporter) -> 
         assert times == pytest.approx(took)
     read = spans["tier_read"].attributes
     assert read[f"{PREFIX}tier"] == "nvme" and read[f"{PREFIX}failed.corrupt"] == 1
+    assert read[f"{PREFIX}num_failed_pages"] == 1
+    load, verify = spans["tier_load"].attributes, spans["tier_verify"].attributes
+    assert {f"{PREFIX}{name}" for name in ("num_tokens", "num_loaded_tokens", "expected_s")} <= {
+        *load
+    }
+    assert verify[f"{PREFIX}thread_s"] == pytest.approx(0.01)

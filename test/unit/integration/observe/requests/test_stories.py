@@ -15,6 +15,7 @@ from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from kit.waiting import eventually
 from sglang_tiered.integration.observe import stories
 
 HELD, OTHER, COLD = prompt(1, 16), prompt(2, 8), prompt(3, 4)
@@ -82,6 +83,8 @@ def test_loaded_request_tells_whence_and_how(world: CacheWorld, path: Path) -> N
     assert tier["verify_s"] > 0 and 0 < tier["read_s"] <= load["load_s"] and tier["expected_s"] > 0
     assert load["num_tokens"] == load["num_loaded_tokens"] == len(HELD)
     assert line["prefill"]["prefill_s"] == 0.5
+    moments = [part["at_s"] for part in (lookup, plan, load, tier, line["prefill"])]
+    assert moments == sorted(moments) and moments[-1] <= line["total_s"], "since it arrived"
     assert line["admitted_s"] <= line["total_s"]
 
 
@@ -97,9 +100,11 @@ def test_line_holds_no_key_or_token(world: CacheWorld, path: Path) -> None:
 def test_aborted_request_has_one_line(world: CacheWorld, path: Path) -> None:
     req = arrives(world, "r", HELD)
     world.cache.release_aborted_request(req.cache_request_handle)
+    world.cache.tiering.notes.given_up(req.cache_request_handle, "revoked")  # as it is afterwards
     req.finished_reason = FINISH_LENGTH(1)
     world.cache.claim_kv_row(req)  # as after a handoff that failed
-    assert lines(world, path)["r"]["end"] == "abort"
+    line = lines(world, path)["r"]
+    assert line["end"] == "abort" and "given_up" not in line
     assert len(path.read_bytes().splitlines()) == 1
     assert not world.cache.tiering.notes._stories
 
@@ -120,6 +125,12 @@ def test_last_batch_is_timed_after_the_release(world: CacheWorld, path: Path) ->
     assert cache.tiering.notes._stories[again.cache_request_handle].req is again
     prefill = lines(world, path)["r"]["prefill"]
     assert (prefill["prefill_s"], prefill["others_s"]) == (0.25, 0.5), "since it was admitted"
+
+
+def test_line_waits_for_no_further_request(world: CacheWorld, path: Path) -> None:
+    runs(world, arrives(world, "r", HELD))
+    world.cache.check_hicache_events()  # as an idle scheduler does
+    eventually(lambda: path.exists() and path.read_bytes().endswith(b"\n"), "written")
 
 
 def test_requests_that_never_end_are_bounded(
