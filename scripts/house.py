@@ -18,9 +18,9 @@ PRODUCT = ROOT / "python" / "sglang_tiered"
 MAX_WORDS = 30
 SMALL_LINES = 60
 HELD = {
-    "product lines": 62_790,
-    "product files": 279,
-    "product classes": 635,
+    "product lines": 59_450,
+    "product files": 271,
+    "product classes": 585,
     "class names defined more than once": 8,
     "product modules with one importer": 67,
     f"product files under {SMALL_LINES} lines": 37,
@@ -30,7 +30,7 @@ HELD = {
     "laboratory lines": 10_690,
     "kernel lines": 3_340,
     "benchmark lines": 18_400,
-    "test lines": 58_200,
+    "test lines": 59_420,
     "Markdown bytes": 230_490,
 }
 

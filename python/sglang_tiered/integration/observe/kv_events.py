@@ -21,6 +21,7 @@ With several ranks, rank 0 of each KV cache publishes, as in SGLang; its own sha
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     Holds = Callable[[Sequence[bytes]], list[bool]]
 
 __all__ = ["TierEvents", "tiers_of"]
+
+logger = logging.getLogger(__name__)
 
 MAX_PAGES = 1 << 16
 """Pages remembered; about 1 kB each with 64 tokens a page."""
@@ -193,6 +196,15 @@ class TierEvents:
         late_s = self._clock() - self._due
         if late_s < 0:
             return
+        try:
+            self._look(late_s)
+        except Exception:
+            self._due = self._clock() + SWEEP_PAUSE_S
+            logger.exception(
+                "internal error in the events of tiers; routers may miss some"
+            )
+
+    def _look(self, late_s: float) -> None:
         now = self._due + late_s
         num_pages = CHUNK_PAGES * min(1 + int(late_s / CHUNK_PAUSE_S), MAX_CHUNKS)
         keys = list(islice(self._sweep, num_pages))

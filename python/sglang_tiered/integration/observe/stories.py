@@ -444,8 +444,8 @@ def tell_spans(story: Story, unix_minus_clock_s: float, *, is_over: bool = False
 
 
 def _spans(story: Story, *, is_over: bool) -> Iterator[_Span]:
-    """Yield the name, level, begin and duration of each span that is complete, and its attributes:
-    the fields of a part of the line, and some that have a name of their own here."""
+    """Yield name, level, begin, duration and attributes of each span that is complete. Attributes
+    are the fields of a part of the line, and some that have a name of their own here."""
     line, load, copy = story.line, story.line.load, story.line.copy
     fields_of: Callable[[Any], dict[str, Any]] = msgspec.to_builtins
     if line.lookup is not None:

@@ -56,6 +56,23 @@ def test_step_after_a_long_pause_is_short(events: TierEvents) -> None:
     assert asked == [0, 4096, 4096, 0, 4096], "all in their turn"
 
 
+def test_a_failing_tier_ends_no_scheduler(events: TierEvents) -> None:
+    def fails(_: Sequence[bytes]) -> list[bool]:
+        raise RuntimeError("an internal error")
+
+    now, told = [events._due], list[bool]()
+    events._clock = lambda: now[0]
+    events.use_tiers({StorageMedium.DISK: fails})
+    events._set_held(bytes(32), kv_events._Page(BlockStored([0], None, [0] * 4, 4, None)), 1)
+    for number in range(4):
+        now[0] += 3600.0
+        events.step()
+        if number == 1:
+            holds = {StorageMedium.DISK: lambda keys: told.append(True) or [True] * len(keys)}
+            events.use_tiers(holds)
+    assert told
+
+
 class Router:
     """A tier that holds what a test says, and what is known of it by its events."""
 
