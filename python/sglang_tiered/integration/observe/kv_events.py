@@ -200,9 +200,7 @@ class TierEvents:
             self._look(late_s)
         except Exception:
             self._due = self._clock() + SWEEP_PAUSE_S
-            logger.exception(
-                "internal error in the events of tiers; routers may miss some"
-            )
+            logger.exception("internal error in the events of tiers; routers may miss some")
 
     def _look(self, late_s: float) -> None:
         now = self._due + late_s
