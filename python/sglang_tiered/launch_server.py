@@ -20,8 +20,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import yaml
-
 from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.launch import start
@@ -121,6 +119,8 @@ def _with_configuration_file(parser: argparse.ArgumentParser, arguments: list[st
 def _refuse_empty_settings(file: str) -> None:
     """Raise ``ConfigError`` for a key without a value: SGLang takes it for the word None, which
     then opens a server whose ``api-key`` was forgotten."""
+    import yaml
+
     try:
         content = yaml.safe_load(Path(file).read_bytes())
     except (OSError, ValueError, yaml.YAMLError):
