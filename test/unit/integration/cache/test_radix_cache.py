@@ -105,7 +105,7 @@ def test_metrics_and_events_follow_the_attached_storage(cache: Any) -> None:
 def test_stored_node_is_announced_and_a_flush_told(cache: Any) -> None:
     told: list[Any] = []
     cache._events = SimpleNamespace(
-        announce_node=told.append, tree_was_reset=lambda: told.append("reset"), close=list
+        announce_node=told.append, tree_was_reset=lambda: told.append("reset"), step=list
     )
     compute(cache, TOKENS)
     step(cache, lambda: cache.ongoing_backup)
