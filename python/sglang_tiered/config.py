@@ -314,7 +314,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             "--transfer-codec",
             choice({name: name for name in TRANSFER_CODECS}),
             "How KV travels, the same on both sides: as it is; in a byte per element, which "
-            "changes it a little; or compressed without loss. For links below 4 and 6 Gbit/s.",
+            "changes it a little; or compressed without loss. For links of a few Gbit/s.",
             default="`none`",
         ),
     ] = "none"
