@@ -19,7 +19,7 @@ import threading
 import time
 from pathlib import Path
 
-from sglang_tiered.config import GiB, MiB
+from sglang_tiered.flags import GiB, MiB
 from sglang_tiered.integration.identity.file_digests import FileDigests, see
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 

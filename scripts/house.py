@@ -18,7 +18,7 @@ PRODUCT = ROOT / "python" / "sglang_tiered"
 MAX_WORDS = 30
 SMALL_LINES = 60
 HELD = {
-    "product lines": 59_450,
+    "product lines": 58_280,
     "product files": 271,
     "product classes": 585,
     "class names defined more than once": 8,

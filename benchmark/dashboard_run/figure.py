@@ -12,7 +12,6 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["dashboard_figure"]
 
 WIDTH, PANEL_HEIGHT, TITLE_HEIGHT, COLUMNS = 14.0, 1.7, 0.32, 4
 UNITS = {"s": "s", "Bps": "B/s", "bytes": "B"}

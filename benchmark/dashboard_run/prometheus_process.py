@@ -18,7 +18,6 @@ from server_process import free_port
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["NoPrometheusError", "Prometheus", "run_prometheus"]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prometheus"
 START_DEADLINE_S = 30.0

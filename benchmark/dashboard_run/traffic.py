@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from serving_bench.client import ask
 from serving_bench.conversations import Conversation, make_conversations
 
-__all__ = ["Traffic", "converse"]
-
 
 @dataclass(frozen=True)
 class Traffic:

@@ -14,8 +14,6 @@ import re
 import sys
 from pathlib import Path
 
-__all__ = ["PACE_S"]
-
 PACE_S = 0.01
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _TOKENS = re.compile(rb'"max_tokens": *(\d+)')

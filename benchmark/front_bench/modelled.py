@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.cluster.plan import Plan
     from sglang_tiered_lab.trace.replay.server import Request
 
-__all__ = ["UNIT_TOKENS", "ModelledFleet", "ids_of", "text_of"]
 
 UNIT_TOKENS = 512
 MEDIA = {DEVICE: "GPU", HOST: "CPU_PINNED", NVME: "DISK"}

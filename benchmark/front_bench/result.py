@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["spread", "write_result"]
-
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """The median, and what it lies between."""

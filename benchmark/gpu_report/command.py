@@ -27,8 +27,6 @@ from gpu_report.disk import choose_disk
 from gpu_report.pictures import draw
 from gpu_report.table import table
 
-__all__ = ["PARTS", "PartOf", "Run", "main"]
-
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 GRACE_S = 15.0

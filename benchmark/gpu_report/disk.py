@@ -10,8 +10,6 @@ from pathlib import Path
 
 from sglang_tiered.storage.filesystem import MEMORY_FILESYSTEMS, filesystem_type
 
-__all__ = ["ROOM_BYTES", "choose_disk", "takes_direct"]
-
 ROOM_BYTES = 42 * 10**9
 """16 GB of weights, 20 of a tier, and some."""
 

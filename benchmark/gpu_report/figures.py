@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Part", "SkippedError", "run_part"]
-
 
 class SkippedError(Exception):
     """This machine cannot answer a question; the text says why."""

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from gpu_report import wheels
 
-__all__ = ["MOST_BYTES", "main", "pack_headers", "pack_site"]
-
 MOST_BYTES = 40 << 20
 """Of the folder and the tree together, so that they travel in one piece."""
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["draw"]
 
 BAR_INCHES, PANEL_INCHES, WIDTH_INCHES = 0.28, 0.9, 9.0
 TIMES_WIDE = 50.0

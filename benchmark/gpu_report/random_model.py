@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LLAMA_8B", "TINY", "Shape", "write_model"]
 
 STD = 0.02
 WRITERS = 6

@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-__all__ = ["table"]
-
 
 def table(report: dict[str, Any]) -> str:
     """Every figure of a ``report.json``, part by part; for mixed batches microseconds by contender

@@ -20,7 +20,6 @@ from packaging.requirements import Requirement
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["PYTHON_VERSION", "ROOT", "Wheel", "gather", "missing", "read_have"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON_VERSION = "3.12"

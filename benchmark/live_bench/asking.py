@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from serving_bench.setting import Geometry
     from serving_bench.systems import System
 
-__all__ = ["EXTRA", "Measured", "ask_server"]
 
 EXTRA = ("--disable-overlap-schedule",)
 """On a CPU launching a batch is computing it, so with overlap an answer is told a batch late."""

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from serving_bench.setting import Geometry
     from sglang_tiered_lab.trace.request import TraceRequest
 
-__all__ = ["TIERS", "compare", "kind_of"]
 
 TIERS = {"device": "device", "host": "host", "nvme": "storage"}  # the model's name, the server's
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from obstore.store import ObjectStore
 
-__all__ = ["Place", "directory_place", "has_server", "s3_place"]
 
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "benchmark", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}
 # Ends with the process that started it, however that one ends.

@@ -17,7 +17,6 @@ from storage_bench.figures import quotients
 if TYPE_CHECKING:
     from storage_bench.figures import Report
 
-__all__ = ["Resumed", "add", "make_model", "measure"]
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 4000

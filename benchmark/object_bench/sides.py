@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Page
 
 
-__all__ = ["NAMESPACE", "Samples", "Span", "make_run", "object_spans", "open_engine"]
-
 NAMESPACE = b"\x11" * 32
 NUM_CONNECTIONS = 8
 TIMEOUT_S = 120.0

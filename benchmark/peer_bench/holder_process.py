@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Page, Run
 
-__all__ = ["cpu_seconds", "serve"]
 
 TIMEOUT_S = 120.0
 PIECE_BYTES = 4 << 20

@@ -10,8 +10,6 @@ import numpy as np
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.region.device import aligned_buffer
 
-__all__ = ["NAMESPACE", "Samples", "empty_run", "filled_run", "fill_with", "is_filled_right"]
-
 NAMESPACE = bytes(range(32))
 
 

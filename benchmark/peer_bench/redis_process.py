@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["find_redis", "run_redis"]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "redis-server"
 TIMEOUT_S = 20.0

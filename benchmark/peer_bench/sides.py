@@ -33,16 +33,6 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.pages.landing import PageFetch
     from sglang_tiered.storage.base import Run
 
-__all__ = [
-    "LOCAL",
-    "PEER_HOST",
-    "PEER_KEYS",
-    "PEER_MEMORY",
-    "PEER_PLAIN",
-    "RAW",
-    "RAW_DISK",
-    "measure",
-]
 
 RAW, RAW_DISK, LOCAL = "raw tcp", "raw tcp, from disk", "holder's own loads"
 ORDERS = {RAW: "raw", RAW_DISK: "disk"}

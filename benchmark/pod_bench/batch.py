@@ -13,8 +13,6 @@ from sglang_tiered_kernels.pod_attention import PodShape
 if TYPE_CHECKING:
     from pod_bench.mixes import Heads, Mix
 
-__all__ = ["Batch", "make_batch"]
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from pod_bench.batch import Batch
 
-__all__ = ["Contender", "Output", "num_sms", "on_two_streams", "own_contenders"]
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _CPU_SMS = 4  # where there are none, plans still have splits

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pod_bench.batch import Batch
     from pod_bench.contenders import Output
 
-__all__ = ["flashinfer_contenders"]
 
 WORKSPACE_BYTES = 512 << 20
 

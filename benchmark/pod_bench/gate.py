@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from pod_bench.batch import Batch
     from pod_bench.contenders import Output
 
-__all__ = ["DifferentResultsError", "check_against", "check_against_reference", "error_of"]
 
 # Relative to the norm of the expected values. Rounding of 16-bit inputs, weights and results stays
 # below half of it; one wrong key in a row of 200 is above.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GATE_MIXES", "MIXES", "QUICK_MIXES", "Ceilings", "Heads", "Mix"]
-
 K = 1024
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from pod_bench.mixes import Ceilings, Heads, Mix
 
-__all__ = ["MixResult", "Report", "describe_device", "describe_versions"]
 
 # What fusion has to beat: prefill and decode as launches of their own, and FlashInfer's fusion.
 BEST_OF = (

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from pod_bench.batch import Batch
 
-__all__ = ["MissingKernelsError", "Stock", "find_kernels"]
 
 _PACKAGE = "sglang.kernels.ops.attention"
 _FILES = ("score_mod", "metadata", "decode_attention", "extend_attention")

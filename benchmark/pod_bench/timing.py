@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from pod_bench.contenders import Contender, Output
 
-__all__ = ["Timed", "measure", "measure_ceilings", "prepare"]
 
 SAMPLE_S = 0.01
 _WARM_UPS = 3

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from serving_bench.client import Sample
     from serving_bench.systems import Fleet
 
-__all__ = ["LOAD_OVER_PREFILL", "ideal_s", "paced_bytes_per_s", "prefill_s_per_token", "run"]
 
 SEED = 7
 LOAD_OVER_PREFILL = (0.25, 0.57, 1.0, 2.0)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from storage_bench.figures import Report
     from storage_bench.workspace import Workspace
 
-__all__ = ["Bench"]
-
 
 @dataclass
 class Bench:

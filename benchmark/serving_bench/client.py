@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
     from types import ModuleType
 
-__all__ = [
-    "TIERS",
-    "Request",
-    "RequestFailedError",
-    "Sample",
-    "ask",
-    "ask_each",
-    "ask_timed",
-]
 
 TIERS = ("device", "host", "storage")
 REQUEST_DEADLINE_S = 300.0

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from serving_bench.client import Request, Sample
 
-__all__ = ["Conversation", "make_conversations", "random_tokens"]
-
 
 def random_tokens(source: random.Random, number: int) -> list[int]:
     """Printable bytes: what the demo models were made for, and no special token among them."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from serving_bench.bench import Bench
     from serving_bench.systems import Fleet, System
 
-__all__ = ["run"]
 
 SEED = 3
 AT_ONCE = 8

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from serving_bench.bench import Bench
     from serving_bench.systems import Fleet
 
-__all__ = ["AFTER_HINT", "bring_up", "run"]
 
 SEED = 11
 LOAD_OVER_PREFILL = 0.57

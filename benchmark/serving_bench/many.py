@@ -13,7 +13,6 @@ from serving_bench.systems import SYSTEMS
 if TYPE_CHECKING:
     from serving_bench.bench import Bench
 
-__all__ = ["run"]
 
 SEED = 9
 NUM_USERS = 16

@@ -13,18 +13,6 @@ from storage_bench.figures import percentile, quotients
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = [
-    "Outcome",
-    "Round",
-    "describe_samples",
-    "hit_rate",
-    "hits_by_tier",
-    "mean_ttft",
-    "reusable_tokens",
-    "round_quotients",
-    "throughput",
-    "unequal_labels",
-]
 
 # What each system was asked in one round, and answered.
 Round = dict[str, list[Sample]]

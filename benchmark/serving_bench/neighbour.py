@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["busy_cores"]
 
 SCRIPT = Path(__file__).parent / "core_burner.py"
 

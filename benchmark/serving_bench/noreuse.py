@@ -22,7 +22,6 @@ from serving_bench.returning import ttft_line
 if TYPE_CHECKING:
     from serving_bench.bench import Bench
 
-__all__ = ["run", "run_device"]
 
 SEED = 2
 CONCURRENCY = 4

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["PacedDisk", "Read", "achieved_bytes_per_s"]
 
 HOOK = Path(__file__).parents[1] / "slow_disk"
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from serving_bench.client import Sample
     from serving_bench.measures import Outcome
 
-__all__ = ["draw_plots", "draw_users", "running_hit_rate"]
 
 WINDOW = 8  # requests a point of the hit rate is about
 

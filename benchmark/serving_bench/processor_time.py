@@ -17,15 +17,6 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = [
-    "Threads",
-    "between",
-    "describe_shares",
-    "measuring",
-    "naming_threads",
-    "parse_stat",
-    "take",
-]
 
 NAMES = Path(__file__).parents[1] / "thread_names"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from serving_bench.bench import Bench
     from serving_bench.systems import Fleet
 
-__all__ = ["regrets", "run"]
 
 SEED = 10
 SYSTEMS = ("stock", ALWAYS, "tiered")

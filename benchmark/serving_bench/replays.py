@@ -39,15 +39,6 @@ if TYPE_CHECKING:
     from serving_bench.setting import Setting
     from sglang_tiered_lab.trace.request import TraceRequest
 
-__all__ = [
-    "check_sharegpt",
-    "in_turns",
-    "load_mooncake",
-    "load_sharegpt",
-    "run_mooncake",
-    "run_sharegpt",
-    "trace_requests",
-]
 
 SEED = 6
 NUM_AT_ONCE = 4  # requests, in closed loop

@@ -21,7 +21,6 @@ from serving_bench.systems import SYSTEMS
 if TYPE_CHECKING:
     from serving_bench.bench import Bench
 
-__all__ = ["run"]
 
 SEED = 1
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from serving_bench.bench import Bench
     from serving_bench.client import Sample
 
-__all__ = ["COMPUTED", "PLACES", "Sizes", "found_in", "run"]
 
 SEED = 9
 COMPUTED = "computed"

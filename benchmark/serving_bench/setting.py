@@ -8,16 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import random
 
-__all__ = [
-    "FULL",
-    "PAGE_SIZE",
-    "QUICK",
-    "TINY",
-    "Crowd",
-    "Geometry",
-    "Setting",
-    "context_lengths",
-]
 
 PAGE_SIZE = 64
 # SGLang adds one page of padding to every host pool.

@@ -19,7 +19,6 @@ from serving_bench.throttle import find_throttle, process_tree
 if TYPE_CHECKING:
     from serving_bench.bench import Bench
 
-__all__ = ["run"]
 
 SEED = 4
 SYSTEMS = ("stock", "hicache-file", "tiered")

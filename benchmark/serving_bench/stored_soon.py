@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from serving_bench.conversations import Conversation
     from serving_bench.systems import Fleet, System
 
-__all__ = ["Kept", "Turn", "Watch", "answered_turns", "report", "run"]
 
 BOUND_S = 30.0
 LOAD_S = BOUND_S + 5.0  # so that a turn of its beginning would show that it was not stored

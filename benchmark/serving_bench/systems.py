@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 
     from serving_bench.setting import Geometry
 
-__all__ = [
-    "ALWAYS",
-    "ENCODED",
-    "ENVIRONMENT",
-    "ONE_END",
-    "START_DEADLINE_S",
-    "SYSTEMS",
-    "Fleet",
-    "System",
-    "UnequalSystemsError",
-    "launch_arguments",
-    "restart",
-    "start_fleet",
-]
 
 SYSTEMS = ("stock", "hicache-host", "hicache-file", "tiered")
 # The tiers with another policy, of single scenarios, never chosen by name: every load is made; a

@@ -18,7 +18,6 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["NoThrottleError", "ReadThrottle", "disk_of", "find_throttle"]
 
 _SYS_BLOCK = Path("/sys/dev/block")
 

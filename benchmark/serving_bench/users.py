@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from serving_bench.setting import Crowd
     from serving_bench.systems import Fleet
 
-__all__ = ["User", "busy_share", "run", "think_s", "turns_each"]
 
 SEED = 8
 BUSY = 0.95

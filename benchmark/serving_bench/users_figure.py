@@ -9,8 +9,6 @@ from matplotlib.figure import Figure
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["users_figure"]
-
 
 def users_figure(points: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
     """Draw ``points``: of each system what ``users`` measured at each number of users."""

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from serving_bench.bench import Bench
     from serving_bench.systems import System
 
-__all__ = ["run"]
 
 SEED = 5
 SYSTEMS = ("hicache-file", "tiered")

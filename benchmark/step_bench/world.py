@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["PAGE", "PAGES_EACH", "Waiting", "World", "make_world"]
 
 PAGE, PAGES_EACH = 16, 2  # tokens of a page, pages of a prompt
 HEADS, HEAD_DIM, LAYERS = 1, 16, 1

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from storage_bench.setting import Setting
 
-__all__ = ["needed_bytes", "num_files", "run"]
 
 MIB = 1 << 20
 _MAX_RUN_BYTES = 128 * MIB

@@ -12,7 +12,6 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DifferentBytesError", "Report", "percentile", "quotients", "size_name", "summarize"]
 
 KIB, MIB = 1 << 10, 1 << 20
 

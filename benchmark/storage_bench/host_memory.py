@@ -14,8 +14,6 @@ from storage_bench.figures import DifferentBytesError
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Page
 
-__all__ = ["HostPages"]
-
 
 class HostPages:
     """``num_pages`` pages in one mapping; filled with noise when a seed is given."""

@@ -30,7 +30,6 @@ from storage_bench.own_engine import make_durable, move_runs, open_engine
 if TYPE_CHECKING:
     from sglang_tiered.storage.region.engine import RegionEngine
 
-__all__ = ["PAGES_EACH", "PAGE_BYTES", "REGION_BYTES", "capacity_bytes"]
 
 PAGE_BYTES = 4096
 PAGES_EACH = 16

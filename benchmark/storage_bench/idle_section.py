@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from storage_bench.setting import Setting
 
-__all__ = ["RESTARTS", "Idle", "measure", "needed_bytes", "num_files", "run"]
 
 RESTARTS = ("restart", "scan")
 

@@ -20,8 +20,6 @@ import psutil
 from storage_bench.keys import make_keys
 from storage_bench.own_engine import open_engine
 
-__all__ = ["CHAIN_PAGES", "chain_keys"]
-
 CHAIN_PAGES = 1000
 _NUM_LOOKUPS = 500
 

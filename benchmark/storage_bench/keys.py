@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["make_keys"]
-
 
 def make_keys(chain: str, num_pages: int, first: int = 0) -> tuple[bytes, ...]:
     """The keys of a chain's pages, 32 bytes each; SGLang's own are SHA-256 as well."""

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.engine import RegionEngine
     from storage_bench.setting import Setting
 
-__all__ = ["needed_bytes", "num_files", "run"]
 
 PAGE_BYTES = 1 << 20
 _RUN_BYTES = PAGES_PER_RUN * PAGE_BYTES

@@ -15,7 +15,6 @@ from storage_bench.sides import Cost, Side
 if TYPE_CHECKING:
     from storage_bench.host_memory import HostPages
 
-__all__ = ["LMCACHE_KINDS", "LMCacheError", "LMCacheSide", "lmcache_version"]
 
 LMCACHE_KINDS = ("fs", "fs_native", "raw_block")
 _SCRIPT = Path(__file__).with_name("lmcache_process.py")

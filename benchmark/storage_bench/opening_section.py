@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from storage_bench.setting import Setting
 
-__all__ = ["needed_bytes", "num_files", "run"]
 
 PAGE_BYTES = 4096
 _NUM_SAMPLES = 5  # a million names take a while to scan

@@ -19,18 +19,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job
     from storage_bench.host_memory import HostPages
 
-__all__ = [
-    "NUM_READERS",
-    "NUM_WRITERS",
-    "PAGES_PER_RUN",
-    "empty",
-    "make_runs",
-    "make_durable",
-    "move_runs",
-    "open_engine",
-    "unverified_loads",
-    "wait",
-]
 
 NUM_READERS = 8
 NUM_WRITERS = 8

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from storage_bench.setting import Setting
     from storage_bench.sides import Cost, Side
 
-__all__ = ["needed_bytes", "num_files", "run"]
 
 KIB, MIB = 1 << 10, 1 << 20
 _SIZES = (32 * KIB, 256 * KIB, MIB, 8 * MIB)

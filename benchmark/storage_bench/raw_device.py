@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-__all__ = ["RawDevice", "make_file"]
 
 _PROBE_BYTES = 1 << 20
 _ENGINES = ("io_uring", "libaio")

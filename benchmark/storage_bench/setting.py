@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from storage_bench.raw_device import RawDevice
     from storage_bench.workspace import Workspace
 
-__all__ = ["Setting", "in_turn"]
 
 T = TypeVar("T")
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from storage_bench.host_memory import HostPages
 
-__all__ = ["Cost", "HiCacheFileSide", "OwnSide", "Side", "make_hicache_file"]
-
 
 @dataclass
 class Cost:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.engine import RegionEngine
     from storage_bench.setting import Setting
 
-__all__ = ["PageLru", "chain_keys", "needed_bytes", "num_files", "run"]
 
 PAGE_BYTES = 32 << 10
 _CAPACITY_SHARE = 0.3  # of the bytes of all different pages

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["UnusableDirectoryError", "Workspace", "default_directory", "filesystem_of"]
 
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _IN_MEMORY = ("tmpfs", "ramfs")

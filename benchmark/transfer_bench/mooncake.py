@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transfer_bench.pools import Pool
 
-__all__ = ["MooncakeEnd", "why_not"]
 
 MODULE = "mooncake.engine"
 HOST = "127.0.0.1"

@@ -26,7 +26,6 @@ from sglang_tiered_kernels.rotary.triton_kernel import rotate_kernel
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["compile_copy", "compile_rotation", "main"]
 
 _TARGET = GPUTarget("cuda", 90, 32)
 _ROLES = {"fused": launch.BOTH, "prefill": launch.PREFILL, "decode": launch.DECODE}

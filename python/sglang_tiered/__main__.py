@@ -18,8 +18,6 @@ import sglang_tiered
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.tools.terminal import note, print_lines, run_program
 
-__all__ = ["COMMANDS", "OPTIONS", "PROGRAM", "Command", "main"]
-
 _NAME = re.compile(r"[\w.-]+")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
 _NOT_FOR_USERS = ("all", "dev")  # the sum of the others, and what only a checkout needs

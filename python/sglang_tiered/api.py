@@ -16,30 +16,6 @@ from msgspec import UNSET, Meta, UnsetType
 from sglang_tiered.policy.server_costs import ServerCosts
 from sglang_tiered.request_log import RequestRecord, Sources
 
-__all__ = [
-    "CALLS",
-    "MAX_TOKENS",
-    "Call",
-    "CallError",
-    "Checkpoint",
-    "Conversation",
-    "ConversationPage",
-    "ConversationPin",
-    "DurableTier",
-    "Forgotten",
-    "LastMinute",
-    "LoggedRequest",
-    "NewestRequests",
-    "Pin",
-    "Prefetch",
-    "Purge",
-    "Residency",
-    "TenantUsage",
-    "Unpinned",
-    "decode",
-    "shown",
-]
-
 MAX_TOKENS = 1 << 22
 _MAX_NAME_BYTES = 512  # of pins and conversations: their characters may be longer
 _MAX_CURSOR = 1 << 18  # characters: a name for each data-parallel rank

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MAX_KEYS", "WINDOW_S", "DailyBudget", "ForgetAllowance"]
 
 DAY_S = 24 * 3600
 BURST_SHARE = 0.1

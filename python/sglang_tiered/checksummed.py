@@ -11,7 +11,6 @@ import xxhash
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["begin_checksum", "page_checksum", "seal", "unseal"]
 
 CHECKSUM_BYTES = 8
 

@@ -17,7 +17,6 @@ from sglang_tiered.tools.terminal import Parser, run_program
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main", "make_parser"]
 
 _DESCRIPTION = """\
 Prints a script with which a shell completes the commands of this package, their

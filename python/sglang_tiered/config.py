@@ -21,8 +21,6 @@ from sglang_tiered.flags import (
     SHARE,
     TIME,
     Flag,
-    GiB,
-    KiB,
     Kind,
     MiB,
     choice,
@@ -41,24 +39,6 @@ from sglang_tiered.request_log import RequestLogConfig  # noqa: TC001 - a field,
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-__all__ = [
-    "CACHE_BACKEND",
-    "ENVIRONMENT_VARIABLE",
-    "MIN_REGIONS",
-    "MIN_REGIONS_PER_DAY",
-    "MIN_REGION_BYTES",
-    "TRANSFER_BACKEND",
-    "GiB",
-    "KiB",
-    "MiB",
-    "NvmeConfig",
-    "TierMode",
-    "TieredConfig",
-    "TransferConfig",
-    "cache_directory",
-    "default_region_bytes",
-    "format_bytes",
-]
 
 CACHE_BACKEND = "tiered"  # --radix-cache-backend
 TRANSFER_BACKEND = "zmq"  # --disaggregation-transfer-backend

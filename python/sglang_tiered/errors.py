@@ -20,21 +20,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "CodecError",
-    "ConfigError",
-    "RequestError",
-    "SchedulerRefused",
-    "StoreError",
-    "StoreForeignError",
-    "StoreFormatError",
-    "StoreLockedError",
-    "TieredError",
-    "TraceError",
-    "TransferError",
-    "UnsupportedSGLangError",
-]
-
 
 class TieredError(Exception):
     """Base of every error this package raises on purpose."""

@@ -6,8 +6,6 @@ import importlib.util
 
 from sglang_tiered.errors import ConfigError
 
-__all__ = ["EXTRAS", "require"]
-
 EXTRAS = {
     "aiohttp": "route",
     "envoy": "route",

@@ -20,31 +20,6 @@ from sglang_tiered.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = [
-    "DIRECTORY",
-    "FILE",
-    "ON_OFF",
-    "SHARE",
-    "TIME",
-    "Flag",
-    "GiB",
-    "KiB",
-    "Kind",
-    "MiB",
-    "TiB",
-    "add_arguments",
-    "choice",
-    "count",
-    "flags_of",
-    "format_bytes",
-    "parse_bytes",
-    "parse_duration",
-    "parse_share",
-    "refuse_given",
-    "size",
-    "text",
-    "values_of",
-]
 
 KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 

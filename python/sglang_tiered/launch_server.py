@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
+from sglang_tiered.flags import format_bytes
 from sglang_tiered.integration.launch import start
 from sglang_tiered.tools.terminal import Parser
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.launch.resolve import Resolved
-
-__all__ = ["end_process", "main", "make_parser"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-__all__ = ["ask_loopback_directly", "is_loopback", "is_loopback_url", "opener_for"]
 
 _NAMES = ("localhost", "127.0.0.1", "::1")  # not [::1], with which httpx makes no client
 

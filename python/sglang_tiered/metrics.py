@@ -14,18 +14,6 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = [
-    "BOUNDS_S",
-    "METRICS",
-    "PREFIX",
-    "TRANSFER_METRICS",
-    "DurationCounts",
-    "Durations",
-    "MetricKind",
-    "Metric",
-    "MetricSource",
-]
-
 PREFIX = "sglang_tiered_"
 
 BOUNDS_S: Final = (

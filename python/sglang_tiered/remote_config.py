@@ -21,9 +21,6 @@ from sglang_tiered.flags import (
     text,
 )
 
-__all__ = ["ObjectConfig", "PeerConfig"]
-
-
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
 
 

@@ -23,26 +23,6 @@ import msgspec
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import FILE, Flag, MiB, format_bytes, size
 
-__all__ = [
-    "MAX_RID",
-    "NO_TIME",
-    "VERSION",
-    "Copy",
-    "GivenUp",
-    "Load",
-    "Lookup",
-    "Plan",
-    "Prefill",
-    "RequestLogConfig",
-    "RequestRecord",
-    "Sources",
-    "TierLoad",
-    "Wait",
-    "older",
-    "open_log",
-    "rid_of",
-]
-
 DEFAULT_MAX_BYTES = 256 * MiB
 MIN_MAX_BYTES = MiB
 """A line takes about 1.5 kB; below this, files would replace each other within seconds."""

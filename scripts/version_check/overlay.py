@@ -26,7 +26,6 @@ from sglang_tiered.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = ["Overlay", "Unmet", "checked_version", "make", "requirements_of", "unmet_of"]
 
 PIP_DEADLINE_S = 900.0
 

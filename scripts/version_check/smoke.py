@@ -23,7 +23,6 @@ from xml.etree import ElementTree
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["PARTS", "Outcome", "outcome_of", "run"]
 
 PARTS: dict[str, tuple[str, ...]] = {
     "units": ("test/unit/integration",),

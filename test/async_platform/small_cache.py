@@ -58,7 +58,8 @@ def make_cache(folder: str, held: ExitStack, *, rank: int = 0, **groups: Any) ->
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-    from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+    from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
+    from sglang_tiered.flags import MiB
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.identity import namespace
 

@@ -21,11 +21,10 @@ from kit.faulty import Fault, FaultyDevice
 from kit.request_hooks import before
 from kit.runs import NAMESPACE
 from kit.waiting import drained, eventually
-from sglang_tiered.storage.base import Erasure, Reason, Tier
+from sglang_tiered.storage.base import Erasure, PinRefusal, Reason, Tier
 from sglang_tiered.storage.bucket.requests import BucketError, Failure
 from sglang_tiered.storage.promises import all_true, is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.region.pins import PinRefusal
 from sglang_tiered.storage.stack import TierStack
 
 pytestmark = pytest.mark.timeout(120)

@@ -16,11 +16,12 @@ from kit.waiting import eventually
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.client import PageClient
-from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
+from sglang_tiered.sharing.pages.messages import VERSION_FRAME
 from sglang_tiered.sharing.pages.server import PageServer, Place
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run
 from sglang_tiered.storage.jobs import LoadPart, SplitLoad
+from sglang_tiered.wire.sockets import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

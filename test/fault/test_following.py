@@ -22,10 +22,11 @@ from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.followers import SIGN_OF_LIFE_S
 from sglang_tiered.sharing.pages.link import PageLink
-from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
+from sglang_tiered.sharing.pages.messages import VERSION_FRAME
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
+from sglang_tiered.wire.sockets import encode
 
 pytestmark = pytest.mark.timeout(120)
 

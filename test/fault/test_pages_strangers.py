@@ -28,8 +28,9 @@ from server_process import free_port
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.landing import PageOutcome
-from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
+from sglang_tiered.sharing.pages.messages import VERSION_FRAME
 from sglang_tiered.wire.keys import PEER, Keys, load_keys, make_keys
+from sglang_tiered.wire.sockets import encode
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -52,7 +52,8 @@ from slow_reads import SlowReads  # noqa: E402
 from small_cache import make_pool, storage_flags  # noqa: E402
 from world_waits import BoundedWaits  # noqa: E402
 
-from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode  # noqa: E402
+from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode  # noqa: E402
+from sglang_tiered.flags import MiB  # noqa: E402
 from sglang_tiered.integration.cache.loads import PricedLoad  # noqa: E402
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache  # noqa: E402
 from sglang_tiered.integration.identity import namespace  # noqa: E402

@@ -29,7 +29,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
 from small_cache import make_pool
 
-from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.flags import MiB
 from sglang_tiered.integration.cache import prefill_times as prefill_prior
 from sglang_tiered.integration.cache import small_host as small_host_core
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache

@@ -9,8 +9,6 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-__all__ = ["LAYOUT", "PAGE", "PAGES", "extent", "heads_pools", "latent_pools"]
-
 PAGE, PAGES = 16, 8
 LAYOUT = "page_first_direct"
 SHAPE: dict[str, Any] = {"page_size": PAGE, "device": "cpu", "enable_memory_saver": False}

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from host_pools import storage_config
 
-from sglang_tiered.config import ENVIRONMENT_VARIABLE, MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.config import ENVIRONMENT_VARIABLE, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.flags import MiB
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.remote_config import ObjectConfig
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pytest
-
-__all__ = ["Storages"]
 
 
 class Storages:

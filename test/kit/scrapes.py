@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["by_rank", "ours_of"]
-
 
 def by_rank(text: str, name: str, **labels: str) -> dict[str, float]:
     """Values of our samples of a name with these labels, by their rank: one for each."""

@@ -48,7 +48,7 @@ MAY_IMPORT = {
         "wire",
         KERNELS,
     },
-    "route": {"policy", "sharing", "tools"},
+    "route": {"policy", "sharing", "tools", "wire"},
     "sharing": {"storage", "wire"},
     "transfer": {"codecs", "wire"},
     "storage": {"codecs"},

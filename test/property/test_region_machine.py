@@ -30,12 +30,20 @@ from simulation.ledger import key
 from kit.faulty import Fault, FaultyDevice
 from kit.runs import soft_encoding
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Job, Reason, Run, Stop
+from sglang_tiered.storage.base import (
+    NO_TENANT,
+    Erasure,
+    Health,
+    Job,
+    PinRefusal,
+    Reason,
+    Run,
+    Stop,
+)
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, parse_region_name
-from sglang_tiered.storage.region.pins import PinRefusal
 
 REGION = 48 * 1024
 NUM_REGIONS = 4

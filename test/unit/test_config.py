@@ -8,15 +8,13 @@ import pytest
 
 from sglang_tiered.config import (
     ENVIRONMENT_VARIABLE,
-    GiB,
-    MiB,
     NvmeConfig,
     TieredConfig,
     TierMode,
     default_region_bytes,
 )
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.flags import values_of
+from sglang_tiered.flags import GiB, MiB, values_of
 from sglang_tiered.remote_config import ObjectConfig, PeerConfig
 
 

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 
-from sglang_tiered.config import GiB, MiB
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import (
     ON_OFF,
     Flag,
+    GiB,
+    MiB,
     add_arguments,
     choice,
     count,

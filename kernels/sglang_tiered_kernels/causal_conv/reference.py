@@ -17,8 +17,6 @@ from torch.nn.functional import silu
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["convolve", "convolve_step"]
-
 
 def convolve(
     inputs: torch.Tensor,

@@ -20,8 +20,6 @@ from sglang_tiered_kernels.page_copy import reference
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Band", "PagedPool", "copy_between", "gather", "scatter", "warm_up"]
-
 
 @dataclass(frozen=True)
 class Band:

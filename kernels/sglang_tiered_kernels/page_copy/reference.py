@@ -9,8 +9,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["gather_pages", "scatter_pages"]
-
 
 def gather_pages(buffers: Sequence[torch.Tensor], pages: torch.Tensor, slab: torch.Tensor) -> None:
     """buffers: [pool pages, rows, bytes] each. pages: [n]. slab: [buffers, n, rows, bytes],

@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["Side", "copy_rows", "page_copy_kernel"]
-
 # Bytes of a step: each of a block's 128 threads has four loads of 16 bytes in flight.
 _STEP_BYTES = 8192
 # Bytes of an element, and Triton's and PyTorch's names for it.

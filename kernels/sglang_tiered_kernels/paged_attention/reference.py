@@ -24,7 +24,6 @@ from torch.nn.functional import scaled_dot_product_attention
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DecodePlan", "decode", "extend", "plan_decode"]
 
 # Queries handled together. Larger blocks waste products on masked keys and push the explicit
 # product's scores out of cache; smaller ones pay call overhead.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_kernels.pod_attention.plan import PodPlan
 
-__all__ = ["torch_pod_attention"]
-
 
 class _Gathers(NamedTuple):
     """The data that the layers of a forward share. indices: the tensor it was made from."""

@@ -17,18 +17,6 @@ from sglang_tiered_kernels.pod_attention.shape import PodShape, Schedule
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "CONFIGS",
-    "PodConfig",
-    "choose_config",
-    "choose_schedule",
-    "choose_split_len",
-    "decode_tile_s",
-    "prefill_tile_s",
-    "role_s",
-    "ticket_ratio",
-    "worth_fusing",
-]
 
 # Sustained rates of the whole device: matrix products of a plain Triton tile, and memory reads.
 _MATMUL_FLOPS = 420e12

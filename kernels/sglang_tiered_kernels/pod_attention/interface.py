@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sglang_tiered_kernels.pod_attention.plan import PodPlan
     from sglang_tiered_kernels.pod_attention.shape import PodShape
 
-__all__ = ["pod_attention", "warm_up"]
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 

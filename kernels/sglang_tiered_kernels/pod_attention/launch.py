@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from sglang_tiered_kernels.pod_attention.plan import PodPlan
     from sglang_tiered_kernels.pod_attention.shape import PodShape
 
-__all__ = [
-    "BOTH",
-    "COMPILER_OPTIONS",
-    "DECODE",
-    "PREFILL",
-    "Launch",
-    "constants",
-    "merge_constants",
-    "pod_launch",
-    "run",
-    "warm_up",
-]
 
 # ROLES of the kernel.
 PREFILL, DECODE, BOTH = 1, 2, 3

@@ -26,14 +26,6 @@ if TYPE_CHECKING:
     from sglang_tiered_kernels.pod_attention.heuristics import PodConfig
     from sglang_tiered_kernels.pod_attention.shape import PodShape, Schedule
 
-__all__ = [
-    "DECODE_FIELDS",
-    "MERGE_FIELDS",
-    "PREFILL_FIELDS",
-    "PodPlan",
-    "is_decode_row",
-    "make_plan",
-]
 
 # int32 fields of a record, in order; the kernel reads them by position.
 PREFILL_FIELDS = ("row", "first_query", "num_queries", "first_position")

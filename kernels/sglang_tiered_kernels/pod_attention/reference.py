@@ -12,8 +12,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["reference_pod_attention"]
-
 
 def reference_pod_attention(
     q: torch.Tensor,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["PodShape", "Roles", "Schedule", "supports"]
-
 _HEAD_DIMS = (64, 128)
 _QUERY_DTYPES = (torch.float16, torch.bfloat16)
 _KV_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)

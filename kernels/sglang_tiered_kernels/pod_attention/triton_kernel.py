@@ -13,8 +13,6 @@ import triton.language as tl
 
 from sglang_tiered_kernels.pod_attention.triton_tiles import LOG2_E, decode_tile, prefill_tile
 
-__all__ = ["ANY_ALIGNMENT", "PER_BATCH", "merge_kernel", "pod_kernel"]
-
 # Numbers that change from batch to batch: specialising on them would recompile in the middle of
 # serving whenever one becomes 1 or a multiple of 16.
 PER_BATCH = [

@@ -18,8 +18,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LOG2_E", "decode_tile", "prefill_tile"]
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 

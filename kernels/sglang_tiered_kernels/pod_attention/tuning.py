@@ -36,7 +36,6 @@ from sglang_tiered_kernels.pod_attention.triton_kernel import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Compiled", "compile_merge", "compile_pod", "report", "signature"]
 
 _TARGET = GPUTarget("cuda", 90, 32)
 # Of an SM of compute capability 9.0, CUDA C++ Programming Guide.

@@ -10,7 +10,6 @@ import triton.language as tl
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["rotate", "rotate_kernel"]
 
 _HEADS_OF_A_BLOCK = 8
 

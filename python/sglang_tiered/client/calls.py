@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.policy.server_costs import ServerCosts
 
-__all__ = ["AsyncCalls", "Request", "Selector", "SyncCalls", "Tenant"]
 
 AGAIN_S = 0.25
 

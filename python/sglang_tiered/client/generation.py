@@ -19,7 +19,6 @@ from sglang_tiered.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["PATH", "RESUME_S", "SILENCE_S", "Answer", "BrokenStreamError", "Generated"]
 
 PATH = "/generate"
 RESUME_S = 60.0

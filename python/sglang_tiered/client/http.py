@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sglang_tiered.client.calls import Request
     from sglang_tiered.client.generation import Generated
 
-__all__ = ["AsyncTierClient", "TierClient"]
 
 T = TypeVar("T")
 

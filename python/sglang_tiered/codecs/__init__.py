@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_tiered.codecs.base import (
-    CodecError,
-    PageCodec,
-    PageLayout,
-    SegmentLayout,
-)
+from sglang_tiered.codecs.base import PageCodec, PageLayout, SegmentLayout
 from sglang_tiered.codecs.quantized import Fp8Codec, Int8Codec
 from sglang_tiered.codecs.zstd import ZstdCodec
-from sglang_tiered.errors import ConfigError
+from sglang_tiered.errors import CodecError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

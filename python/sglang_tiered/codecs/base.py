@@ -23,25 +23,11 @@ import msgspec
 import numpy as np
 import xxhash
 
-from sglang_tiered.errors import CodecError
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
 
-__all__ = [
-    "FLOAT_DTYPES",
-    "ITEM_BYTES",
-    "CodecError",
-    "PageCodec",
-    "PageLayout",
-    "SegmentLayout",
-    "Segments",
-    "float32_to_bytes",
-    "to_float32",
-    "widened",
-]
 
 Segments = tuple[memoryview, ...]
 """The segments of one page, in order; their concatenation is the page (``storage.base.Page``)."""

@@ -25,23 +25,6 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-__all__ = [
-    "HEADER_BYTES",
-    "METHOD_FP8",
-    "METHOD_INT8",
-    "METHOD_PLANES",
-    "METHOD_RAW",
-    "MIN_SAVED_SHARE",
-    "VERSION",
-    "ChunkReader",
-    "Header",
-    "copied",
-    "joined",
-    "pack_chunk",
-    "pack_header",
-    "spread",
-    "unpack_header",
-]
 
 MAGIC = 0xC5
 VERSION = 1

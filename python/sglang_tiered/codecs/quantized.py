@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
     Floats = NDArray[np.float32]
 
-__all__ = ["Fp8Codec", "Int8Codec"]
 
 _BLOCK_ELEMENTS = 1 << 17
 """Elements per block, about: arrays that fit a core's cache, and few calls."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.codecs.base import PageLayout, Segments
 
-__all__ = ["ZstdCodec", "plain_page"]
-
 
 class ZstdCodec:
     """Exact, for pages of any length. It uses only the element length of the layout."""

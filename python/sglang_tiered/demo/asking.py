@@ -26,7 +26,6 @@ from sglang_tiered.loopback import opener_for
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ASKED", "NUM_NEW", "Answer", "Client", "AskedServer", "glossary"]
 
 NUM_NEW = 12
 """Tokens of an answer: enough to say something, few enough to be quick."""

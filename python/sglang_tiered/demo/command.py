@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Interruption", "document", "make_parser", "make_plan", "run", "show"]
 
 FIRST, DEVICE, HOST, NVME = "first time", "device", "host", "NVMe"
 KILLED = "NVMe after kill -9"

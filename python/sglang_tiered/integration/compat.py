@@ -22,15 +22,6 @@ from sglang_tiered.errors import UnsupportedSGLangError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "CHECKED_VERSION",
-    "SUPPORTED_VERSIONS",
-    "Difference",
-    "check_imports",
-    "check_signatures",
-    "check_version",
-    "difference",
-]
 
 SUPPORTED_VERSIONS = ("0.5.23",)
 

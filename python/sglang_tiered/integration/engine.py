@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.launch.resolve import Resolved
 
-__all__ = ["Engine", "resolve_keywords", "run_on"]
 
 T = TypeVar("T")
 

@@ -71,7 +71,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.disaggregation.handoffs import Handoffs
     from sglang_tiered.integration.scheduler_messages import SchedulerMessages
 
-__all__ = ["Hooks", "register"]
 
 _DISAGGREGATION = "sglang.srt.disaggregation"
 _PREALLOCATION = f"{_DISAGGREGATION}.decode.DecodePreallocQueue"

@@ -12,8 +12,6 @@ import multiprocessing
 import os
 import signal
 
-__all__ = ["activate_platform", "register"]
-
 
 def activate_platform() -> str | None:
     """Return the reference CPU platform on a machine without an accelerator, the native one where

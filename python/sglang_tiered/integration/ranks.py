@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-__all__ = ["RankAgreement", "first_ranks", "groups_of", "least_on_every_rank"]
 
 SILENT = torch.iinfo(torch.int64).max
 

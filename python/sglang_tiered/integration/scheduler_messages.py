@@ -72,7 +72,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.admin.control import Control
 
-__all__ = ["SchedulerMessages"]
 
 _ALONE = UpdateWeightFromDiskReqInput, UpdateWeightsFromIPCReqInput
 _IN_SESSION = (

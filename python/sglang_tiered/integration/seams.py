@@ -25,7 +25,6 @@ from sglang_tiered.integration import compat
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["Import", "Seam", "compare", "compare_all", "imports_of", "report", "tables"]
 
 _HERE = Path(__file__).parent
 _PACKAGE = "sglang_tiered.integration"

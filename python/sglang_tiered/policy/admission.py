@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.budgets import DailyBudget
 
-__all__ = [
-    "Admission",
-    "Level",
-    "Outcome",
-    "TouchMemory",
-    "backlog_pressure",
-]
 
 MAX_WRITTEN_PER_PAYLOAD = 1.15
 """Device bytes expected per payload byte: the bound that write amplification is held to."""

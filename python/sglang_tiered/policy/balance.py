@@ -31,16 +31,6 @@ if TYPE_CHECKING:
     """Seconds of a decode step, and more of each request in it."""
     Seen = Mapping[str, Sequence[RankCosts]]
 
-__all__ = [
-    "HALVES",
-    "HOLDS",
-    "LOOK_S",
-    "RoleBalance",
-    "RoleSwitch",
-    "decode_rate",
-    "headroom_of",
-    "largest_batch",
-]
 
 HALVES = ROLES[1:]
 LOOK_S = 1.0

@@ -22,16 +22,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.policy.cost_model import CostModel
 
-__all__ = [
-    "BackLeft",
-    "BackPlan",
-    "computes_next",
-    "end_of_chunk",
-    "parts_of",
-    "plan_segments",
-    "segment_bounds",
-    "spans_between",
-]
 
 MIN_SEGMENTS = 3
 """With fewer there is nothing to meet in."""

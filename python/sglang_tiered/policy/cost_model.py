@@ -25,16 +25,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "CostModel",
-    "LoadDecision",
-    "LoadPlan",
-    "OnlineCost",
-    "PrefillCost",
-    "TYPICAL_TRANSFER_BYTES",
-    "TransferCost",
-    "remote_first",
-]
 
 PRIOR_PREFILL = (2e-3, 5e-5, 2e-9)
 """Seconds per batch, per token, per pair, before any batch was seen: 20,000 tokens per second."""

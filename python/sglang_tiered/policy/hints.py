@@ -24,17 +24,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.policy.cost_model import LoadPlan
 
-__all__ = [
-    "LIFE_S",
-    "MAX_HINTS",
-    "MAX_PIECE_S",
-    "PIECE_TOKENS",
-    "Hint",
-    "HintEnd",
-    "HintQueue",
-    "piece_length",
-    "short_piece",
-]
 
 PIECE_TOKENS = 2048
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["EvictionOutcome", "PageAccounting", "store_outcomes"]
-
 
 class EvictionOutcome(enum.Enum):
     """Says what became of a page that left host memory, or of KV that never got a host page."""

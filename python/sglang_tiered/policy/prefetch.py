@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from itertools import chain, filterfalse
 from typing import Any, Generic, TypeVar
 
-__all__ = ["PrefetchWindow", "PutOff"]
-
 Request = TypeVar("Request")
 
 MAX_TURNS = 16

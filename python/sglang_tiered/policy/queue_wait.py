@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["WINDOW_S", "PrefillWork", "QueuePlace", "QueueWait"]
-
 HALF_LIFE = 16
 """Admissions after which one counts half."""
 

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ChainOffer", "ResidentSet"]
 
 Chain = TypeVar("Chain")
 

@@ -41,20 +41,6 @@ if TYPE_CHECKING:
     from sglang_tiered.policy.cost_model import CostModel
     from sglang_tiered.policy.server_costs import RankCosts
 
-__all__ = [
-    "NOTHING_HELD",
-    "DecodeState",
-    "Held",
-    "RequestClass",
-    "RouterView",
-    "ServerState",
-    "choose_decode",
-    "choose_server",
-    "estimate",
-    "least_ttft",
-    "retry_after_s",
-    "step_prices",
-]
 
 MAX_CHARGE = 4.0
 """The most that ``busy / (1 - busy)`` counts: of a server that is always busy nothing is known but

@@ -19,31 +19,6 @@ from msgspec import Meta
 
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost, TransferCost
 
-__all__ = [
-    "ABANDONED",
-    "COSTS_CALL",
-    "FRESH_S",
-    "IN_PROGRESS",
-    "NOT_IDLE",
-    "ROLES",
-    "SWITCH_CALL",
-    "TIERS",
-    "VERSION",
-    "DecodeLoad",
-    "EventSource",
-    "PrefillPrices",
-    "RankCosts",
-    "Room",
-    "ServerCosts",
-    "TierPrices",
-    "Waiting",
-    "call_key",
-    "costs_key",
-    "order_of",
-    "parse_server_costs",
-    "switch_key",
-]
-
 VERSION = 1
 
 COSTS_CALL, SWITCH_CALL = "GET /tier/costs", "POST /pd_role_switch"

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["HostBudget", "StoreShare", "grant", "recall"]
 
 LOADING_SHARE = 1 / 2
 RESIDENT_SHARE = 1 / 3

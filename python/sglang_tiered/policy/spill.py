@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["NodeStore", "SpillQueue"]
 
 Node = TypeVar("Node")
 

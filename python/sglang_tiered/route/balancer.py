@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from sglang_tiered.route.numbers import Numbers
     from sglang_tiered.route.settings import RouteConfig
 
-__all__ = ["Balancer"]
 
 SWITCH_S = 300.0
 """A server drains for 120 s at most, and may then capture CUDA graphs."""

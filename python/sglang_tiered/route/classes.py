@@ -32,7 +32,6 @@ from sglang_tiered.policy.routing import RequestClass
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LIMIT_HEADER", "Classes"]
 
 LIMIT_HEADER = "x-llm-d-slo-ttft-ms"
 """With which a request asks for a shorter limit than its class has."""

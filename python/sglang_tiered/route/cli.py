@@ -16,7 +16,6 @@ from sglang_tiered.tools.terminal import Parser, run_program
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main", "make_parser"]
 
 _PROGRAM = "sglang-tiered route"
 _DESCRIPTION = """\

@@ -17,17 +17,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.route.settings import RouteConfig
 
-__all__ = [
-    "CLUSTERS",
-    "DESTINATION",
-    "OWN_HEADERS",
-    "PREFILLER",
-    "SUBSET",
-    "configuration",
-    "split_address",
-    "read_members",
-    "write_members",
-]
 
 DESTINATION, PREFILLER = "x-gateway-destination-endpoint", "x-prefiller-host-port"
 SUBSET = "x-gateway-destination-endpoint-subset"

@@ -29,9 +29,9 @@ from sglang_tiered.sharing.pages.messages import (
     VERSION_FRAME,
     Changes,
     decode_from_server,
-    encode,
 )
 from sglang_tiered.sharing.position import Position
+from sglang_tiered.wire.sockets import encode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from sglang_tiered.policy.server_costs import EventSource, RankCosts
     from sglang_tiered.sharing.mirror import MirroredPeer
 
-__all__ = ["PageFollower", "apply", "follow", "publisher_of"]
 
 logger = logging.getLogger(__name__)
 

@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from sglang_tiered.route.record import Recorder
     from sglang_tiered.route.tokens import TokenReader
 
-__all__ = [
-    "FULL_DUPLEX",
-    "MAX_MESSAGE_BYTES",
-    "Decider",
-    "ExtProc",
-    "Request",
-    "Response",
-    "subset_of",
-]
 
 SERVICE, METHOD = "envoy.service.ext_proc.v3.ExternalProcessor", "Process"
 FULL_DUPLEX = 4

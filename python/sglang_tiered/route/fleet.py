@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from sglang_tiered.route.source import Source
     from sglang_tiered.sharing.mirror import MirroredPeer
 
-__all__ = ["Fleet", "Member", "Replica"]
 
 LOOK_S, RESOLVE_S = 0.5, 5.0
 POLL_S, MANY_SERVERS, POLL_MANY_S = 0.25, 50, 1.0

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.route.settings import RouteConfig
 
-__all__ = ["program_of", "run_front"]
 
 START_S = 30.0
 LOOK_S = 0.05

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sglang_tiered.route.fleet import Fleet
     from sglang_tiered.route.tokens import TokenReader
 
-__all__ = ["Numbers"]
 
 _NAMESPACE = "sglang_tiered_route"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

@@ -14,7 +14,6 @@ from sglang_tiered.policy.routing import Held
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Sequence
 
-__all__ = ["DEVICE", "DISK", "EXTERNAL", "HOST", "MEDIA", "HeldPages", "Shared"]
 
 DEVICE, HOST, DISK, EXTERNAL = 1, 2, 4, 8
 _ALL = (DEVICE, HOST, DISK, EXTERNAL)

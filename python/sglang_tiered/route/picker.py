@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from sglang_tiered.route.pages import Shared
     from sglang_tiered.route.prompt import Prompt
 
-__all__ = ["Picked", "Picker", "Refused"]
 
 NUM_TARGETS = 3
 RANK, ROOM = "x-override-routed-dp-rank", "x-override-bootstrap-room"

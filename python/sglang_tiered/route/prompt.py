@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 
     Fingerprints = npt.NDArray[np.uint64]
 
-__all__ = [
-    "MAX_NEW_TOKENS",
-    "Body",
-    "Prompt",
-    "ask_of",
-    "page_keys",
-    "parse_body",
-    "prompt_of",
-    "stored_keys",
-]
 
 STREAMS = ("/v1/chat/completions", "/v1/completions")
 """Calls of which the head of a stream comes with the first token, of all others at once. Theirs and

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.route.prompt import Prompt
 
-__all__ = ["Recorder"]
 
 BLOCK_TOKENS = 512
 MAX_WAITING = 10_000

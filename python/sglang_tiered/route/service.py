@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from sglang_tiered.route.fleet import Member
     from sglang_tiered.route.settings import RouteConfig
 
-__all__ = ["PickerService", "read_key", "run_picker"]
 
 PARENT_S = 0.5
 MAX_BODY_BYTES = 64 << 20

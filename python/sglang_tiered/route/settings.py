@@ -10,8 +10,6 @@ import msgspec
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import DIRECTORY, FILE, ON_OFF, TIME, Flag, Kind, count, size, text
 
-__all__ = ["RouteConfig"]
-
 _PORT = _COUNT = count("N")
 _SWITCH = Kind("", ON_OFF.parse)
 DEFAULT_PORT = 30000

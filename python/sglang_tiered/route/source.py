@@ -12,8 +12,6 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
 from sglang_tiered.sharing.addresses import parse_index_url, resolve
 
-__all__ = ["Source"]
-
 REDIS = ("redis", "rediss", "unix")
 REDIS_S = 1.0
 

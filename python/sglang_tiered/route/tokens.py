@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     Ask = Callable[[dict[str, Any], str], Awaitable[Sequence[int] | None]]
 
-__all__ = ["LocalTokenizer", "TokenReader"]
 
 _FUNCTION = ("name", "description", "parameters")  # of a tool
 _RARE = ("reasoning", "continue_final_message", "thinking", "task")

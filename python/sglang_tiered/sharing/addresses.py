@@ -14,16 +14,6 @@ from sglang_tiered.errors import ConfigError
 if TYPE_CHECKING:
     from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 
-__all__ = [
-    "IndexUrl",
-    "Role",
-    "Serving",
-    "Target",
-    "is_serving",
-    "parse_index_url",
-    "parse_targets",
-    "resolve",
-]
 
 _TARGET = re.compile(r"(?:dns://)?(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})")
 

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Erasure
     from sglang_tiered.storage.region.engine import RegionEngine
 
-__all__ = ["MAX_FORGETS", "MAX_PURGES", "ErasureBook", "Known"]
 
 MAX_PURGES = 8_192
 """Bounds the erasures of tenants that are known of one namespace. The oldest go first."""

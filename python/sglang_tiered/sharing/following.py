@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.settings import PageSettings
     from sglang_tiered.wire.keys import Keys
 
-__all__ = ["Follower"]
 
 logger = logging.getLogger(__name__)
 

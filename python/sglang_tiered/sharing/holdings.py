@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     Said = tuple[int, int, int | None, int | None, int, int, bool]
     # epoch, sequence, start, end, num_added, num_removed, more
 
-__all__ = ["Holdings"]
 
 _MIN_LOG = 1 << 18  # fingerprints of changes that are kept: 2 MiB, or as many as are held
 _NONE = np.empty(0, np.uint64)

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.pages.landing import Page, PageFetch
     from sglang_tiered.storage.base import Erasure
 
-__all__ = ["BorrowedEngine", "PageLender"]
 
 SETTINGS = PageSettings(is_local=True, max_reads=8)
 """Of both sides."""

@@ -36,7 +36,6 @@ from sglang_tiered.wire.sockets import endpoint_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Membership", "MembershipFailure", "ServerRecord", "read_record", "read_servings"]
 
 logger = logging.getLogger(__name__)
 

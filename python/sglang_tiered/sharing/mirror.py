@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     Fingerprints = npt.NDArray[np.uint64]
 
-__all__ = ["Mirror", "MirrorFigures", "MirroredPeer", "Peer", "distinct", "fingerprints_of"]
 
 _PIECE = 1 << 11  # pages added while the lock is held once
 _ROOM = 0.95  # of the bound is for servers that begin; the rest for what those known store since

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.engine import RegionEngine
     from sglang_tiered.storage.region.view import StoredPage
 
-__all__ = ["BufferPool", "PageSource"]
 
 _SMALLEST_BYTES = 64 << 10
 

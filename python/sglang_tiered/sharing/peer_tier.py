@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Erasure, Run
     from sglang_tiered.storage.region.engine import RegionEngine
 
-__all__ = ["PeerLoader", "PeerStats", "PeerTier"]
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     Fingerprints = npt.NDArray[np.uint64]
 
-__all__ = ["Position"]
 
 _UNTOLD = b"\xff" * ID_BYTES  # no digest: who says so is answered at once
 

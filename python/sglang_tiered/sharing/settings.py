@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.addresses import IndexUrl, Target
 
-__all__ = ["PageSettings", "PeerSettings"]
 
 MiB = 1 << 20
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     EraseWanted = Callable[[Erasure], Future[bool]]
 
-__all__ = ["PeerDiscovery", "PeerSync"]
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     Fingerprints = npt.NDArray[np.uint64]
     Rows = npt.NDArray[np.int64]
 
-__all__ = ["WORD_BITS", "PageTable", "choose_slots"]
 
 WORD_BITS = 64
 _WIDTH = 8  # places in a bucket: one cache line

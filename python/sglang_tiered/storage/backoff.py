@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Backoff", "OnceLog"]
 
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 60.0

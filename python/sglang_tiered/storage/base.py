@@ -52,28 +52,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
-__all__ = [
-    "KEY_BYTES",
-    "NO_TENANT",
-    "TENANT_BYTES",
-    "Erasure",
-    "Health",
-    "Job",
-    "JobKind",
-    "LookupResult",
-    "Meter",
-    "Page",
-    "PinInfo",
-    "PinRefusal",
-    "Reason",
-    "Run",
-    "Stop",
-    "TenantUsage",
-    "Tier",
-    "TierEngine",
-    "TierStats",
-    "unique_keys",
-]
 
 KEY_BYTES = 32
 TENANT_BYTES = 16

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from sglang_tiered.codecs import PageLayout
     from sglang_tiered.storage.base import Page
 
-__all__ = ["EncodingStats", "PageEncoding", "page_alone"]
 
 logger = logging.getLogger(__name__)
 

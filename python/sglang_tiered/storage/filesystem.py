@@ -12,16 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "FULL_ERRNOS",
-    "MEMORY_FILESYSTEMS",
-    "NOT_OFFERED_ERRNOS",
-    "filesystem_type",
-    "read_small_file",
-    "regular",
-    "replace_file",
-    "sync_names",
-]
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 """Kinds of filesystem whose files are memory."""

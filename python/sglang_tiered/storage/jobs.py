@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Erasure
 
-__all__ = ["JobBook", "LoadPart", "SplitLoad", "Workers", "call_each", "selects"]
 
 logger = logging.getLogger(__name__)
 

@@ -35,15 +35,6 @@ from sglang_tiered.storage.region.format import parse_region_name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "FLAG",
-    "BudgetRecords",
-    "StoreRecord",
-    "Table",
-    "closed_bytes",
-    "refuse_terms",
-    "trim_closed",
-]
 
 FLAG = "--tier-machine-budget"
 _VERSION = 1

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Job
 
-__all__ = ["Promises", "all_true", "ended", "is_true", "keep", "keep_as", "promise"]
-
 
 def promise() -> Future[bool]:
     """Return a future that the thread waiting for it cannot cancel."""

@@ -9,7 +9,6 @@ from sglang_tiered.flags import format_bytes
 if TYPE_CHECKING:
     from sglang_tiered.request_log import RequestRecord, TierLoad
 
-__all__ = ["NAMES", "cause", "parts", "seconds"]
 
 QUEUE, PREFILL, OTHERS, REST, GENERATE = "queue", "prefill", "prefills", "rest", "generate"
 """Parts of a request's time beside its waits, which are called by what was waited for."""

@@ -34,7 +34,6 @@ from sglang_tiered.tools.terminal import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["main", "make_parser"]
 
 _SOURCES = ("device", "host", "nvme", "object", "peer", "computed")
 

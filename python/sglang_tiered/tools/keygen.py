@@ -12,7 +12,6 @@ from sglang_tiered.tools.terminal import Parser, print_lines, run_program
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main", "make_parser"]
 
 _PROGRAM = "sglang-tiered keygen"
 _DESCRIPTION = """\

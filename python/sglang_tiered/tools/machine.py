@@ -12,8 +12,6 @@ from typing import Any
 
 import psutil
 
-__all__ = ["describe_machine", "describe_versions"]
-
 
 def describe_machine() -> dict[str, Any]:
     return {

@@ -16,15 +16,6 @@ from sglang_tiered.errors import ConfigError, TieredError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = [
-    "Parser",
-    "note",
-    "print_lines",
-    "print_table",
-    "printable",
-    "run_program",
-    "write_json",
-]
 
 _STOPPED = 130  # as a shell reports Ctrl-C
 

@@ -11,7 +11,6 @@ from sglang_tiered.errors import ConfigError, TransferError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["check_is_allowed", "is_own_address", "parse_networks"]
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.memory import Buffer
     from sglang_tiered.transfer.messages import KVLayout
 
-__all__ = ["Pair", "heads_of_rank", "pair_buffers", "slab_codec", "whole_pairs"]
-
 
 _SAME = {
     "page_size": "--page-size",

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-__all__ = [
-    "Buffer",
-    "HostMemory",
-    "Memories",
-    "PagedMemory",
-    "SlabPiece",
-    "TokenSlice",
-    "check_pages",
-    "one_row",
-]
-
 Pages = np.ndarray[Any, np.dtype[np.int32]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

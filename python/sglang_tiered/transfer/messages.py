@@ -18,51 +18,6 @@ from sglang_tiered.wire import sockets
 from sglang_tiered.wire.keys import KEY_BYTES
 from sglang_tiered.wire.sockets import Message
 
-__all__ = [
-    "CHANGED",
-    "ENCODED",
-    "KV_COMPONENT",
-    "MAGIC",
-    "MAX_CONNECTIONS",
-    "MAX_CONTROL_BYTES",
-    "MAX_FRAME_BYTES",
-    "MODEL_BYTES",
-    "NAMED",
-    "NOTHING_MORE",
-    "PLAIN",
-    "TOKENS_BYTES",
-    "VERSION",
-    "TOKEN_BYTES",
-    "VERSION_FRAME",
-    "WHERE",
-    "Abort",
-    "Ack",
-    "AnyFromDecode",
-    "AnyFromPrefill",
-    "Asked",
-    "Bye",
-    "Claim",
-    "Failed",
-    "Hello",
-    "Join",
-    "KVLayout",
-    "Last",
-    "Nack",
-    "Offer",
-    "Open",
-    "Ping",
-    "Pong",
-    "Refuse",
-    "Slab",
-    "StateLayout",
-    "Welcome",
-    "check_version",
-    "is_other_model",
-    "is_other_prompt",
-    "mismatch",
-    "peer_failed",
-]
-
 MAGIC = b"sgt-kv/"
 VERSION = 6
 VERSION_FRAME = MAGIC + str(VERSION).encode()

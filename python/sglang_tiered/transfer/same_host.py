@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.transfer.memory import Pages
 
-__all__ = ["Door", "Fence", "PeerMemory"]
 
 MAX_VISITS = 64
 """Visits at one door that are looked at before others have their turn."""

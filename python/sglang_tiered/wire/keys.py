@@ -25,21 +25,6 @@ from sglang_tiered.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "KEY_BYTES",
-    "PEER",
-    "ROLES",
-    "SESSION_DOMAIN",
-    "TAG_BYTES",
-    "Keys",
-    "Tagger",
-    "admit_sessions",
-    "load_keys",
-    "make_keys",
-    "new_session_key",
-    "password_of",
-    "prove_session",
-]
 
 ROLES = ("prefill", "decode")
 PEER = "peer"

@@ -21,7 +21,6 @@ import zmq
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["GOODBYE_MS", "EndpointLoop", "Source"]
 
 TICK_S = 0.25
 GOODBYE_MS = 200

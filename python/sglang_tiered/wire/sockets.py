@@ -16,19 +16,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.wire.keys import Keys
 
-__all__ = [
-    "DECODE_ERRORS",
-    "MAX_REASON",
-    "connection_events",
-    "decode",
-    "encode",
-    "endpoint_of",
-    "loss_reason",
-    "make_dealer",
-    "printable",
-    "received",
-    "watch_connection",
-]
 
 MAX_REASON = 500
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.cluster.plan import Plan
     from sglang_tiered_lab.trace.replay.server import Request
 
-__all__ = ["add_arguments", "duration", "run"]
 
 TIERS = frozenset({"host", "nvme", "peer"})
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|ms)")

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.cluster.profiles import Kind
     from sglang_tiered_lab.trace.replay.server import Request
 
-__all__ = ["Fleet", "Planner", "Split", "fewest_servers", "largest_speed"]
 
 MAX_SHARE = 0.1
 """Of the candidates, how many are simulated at most; three in any case."""

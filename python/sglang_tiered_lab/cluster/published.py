@@ -13,8 +13,6 @@ from sglang_tiered.tools.terminal import print_lines, print_table
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write all figures there")

@@ -24,7 +24,6 @@ from sglang_tiered_lab.trace.replay.server import Request
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Row", "distserve", "splitwise"]
 
 GOAL = 0.9
 UNIT = 64

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.request import TraceRequest
 
-__all__ = ["with_arrivals", "with_times"]
 
 GAP_MEDIAN_S = 126.0
 GAP_SIGMA = 1.05

@@ -15,7 +15,6 @@ from sglang_tiered_lab.trace.tally import BadRowError
 if TYPE_CHECKING:
     from sglang_tiered_lab.trace.rows import Row
 
-__all__ = ["TableReader"]
 
 _MAX_TOKENS = 1 << 24  # a prompt takes memory for each of its blocks
 

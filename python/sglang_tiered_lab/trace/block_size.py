@@ -10,7 +10,6 @@ from sglang_tiered_lab.trace.request import num_blocks_for
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["infer_block_tokens"]
 
 _ENOUGH = 0.9  # of the rows must fit
 _MAX_BLOCK_TOKENS = 1 << 20

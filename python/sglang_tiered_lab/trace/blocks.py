@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.request import TraceRequest
 
-__all__ = ["with_block_tokens"]
-
 
 def with_block_tokens(
     requests: Iterable[TraceRequest], block_tokens: int | None = None

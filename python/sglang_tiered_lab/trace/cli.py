@@ -13,7 +13,6 @@ from sglang_tiered.tools.terminal import Parser, run_program
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main", "make_parser"]
 
 _DESCRIPTION = """\
 Reads recorded workloads (conversations as ShareGPT or OpenAI messages; Mooncake,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from sglang_tiered_lab.trace.tally import BadRowError
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """Follows the conversations of one reading; holds a time for each."""

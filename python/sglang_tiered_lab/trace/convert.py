@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.request import TraceRequest
 
-__all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = """\
 Writes a trace as Mooncake JSON lines. Block ids are numbered anew, from 0 in order of

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.request import TraceRequest
     from sglang_tiered_lab.trace.reuse import Reuse
 
-__all__ = ["CURVE_SHARES", "describe"]
 
 CURVE_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Capacities of the hit-rate curve, as shares of the different blocks of the trace."""

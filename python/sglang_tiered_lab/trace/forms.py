@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["KNOWN", "LIST_KEYS", "Form", "Format", "Layout", "detect", "form_of"]
 
 KNOWN = (
     "conversations (ShareGPT, OpenAI messages) as JSON, JSON lines or Parquet, Mooncake or "

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.request import TraceRequest
 
-__all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = """\
 Makes up conversations like those of ShareGPT, with text, some behind a shared system

@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.request import TraceRequest
     from sglang_tiered_lab.trace.text import Tokens
 
-__all__ = [
-    "Input",
-    "add_input_arguments",
-    "add_output_argument",
-    "bar",
-    "layout",
-    "number",
-    "positive",
-    "real",
-]
 
 Progress: TypeAlias = "Callable[[int], None]"
 

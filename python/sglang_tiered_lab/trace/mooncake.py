@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.rows import Row
 
-__all__ = ["BLOCK_TOKENS", "BlockReader", "encode"]
 
 BLOCK_TOKENS = 512
 _USUAL = {Format.MOONCAKE: BLOCK_TOKENS, Format.BAILIAN: 16}

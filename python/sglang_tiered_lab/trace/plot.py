@@ -11,8 +11,6 @@ from sglang_tiered_lab.trace.writing import new_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["check_plot", "draw"]
-
 
 def check_plot(path: Path) -> None:
     """Raises ``ConfigError`` where nothing could be drawn, before a long trace is read."""

@@ -19,7 +19,6 @@ from sglang_tiered_lab.trace.request import num_blocks_for
 if TYPE_CHECKING:
     from sglang_tiered_lab.trace.request import TraceRequest
 
-__all__ = ["FIRST_TOKEN", "NUM_TOKENS", "prompt_length", "prompt_tokens"]
 
 FIRST_TOKEN = 32
 NUM_TOKENS = 95

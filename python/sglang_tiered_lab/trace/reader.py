@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.request import TraceRequest
     from sglang_tiered_lab.trace.rows import Row
 
-__all__ = ["read_trace"]
 
 # The requests of a row, and what of it was left out.
 _Decode: TypeAlias = "Callable[[Row], tuple[list[TraceRequest], BadRowError | None]]"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["MAX_BLOCK_ID", "MAX_LENGTH", "TraceRequest", "num_blocks_for"]
-
 MAX_BLOCK_ID = (1 << 64) - 1
 MAX_LENGTH = 1 << 31
 """Of a prompt or an answer, in tokens; no trace comes near, and sums stay far from overflow."""

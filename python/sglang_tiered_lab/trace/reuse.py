@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.request import TraceRequest
 
-__all__ = ["NEVER", "Ints", "PrefixKeys", "Reuse", "measure", "reuse_distances"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["MAX_ROW_BYTES", "Row", "json_rows", "line_rows", "parquet_names", "parquet_rows"]
 
 MAX_ROW_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20

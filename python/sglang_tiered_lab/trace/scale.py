@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.request import TraceRequest
 
-__all__ = ["add_arguments", "compare", "run"]
 
 _DESCRIPTION = """\
 Multiplies all lengths by one factor, the block size with them, so that every request

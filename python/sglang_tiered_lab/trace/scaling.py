@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.request import TraceRequest
 
-__all__ = ["Scaling", "scale"]
-
 
 class Scaling(msgspec.Struct, frozen=True, kw_only=True):
     """What to shrink to; ``None`` leaves as it is.

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.request import TraceRequest
 
-__all__ = ["parents", "with_sessions"]
 
 MIN_SHARED_BLOCKS = 3
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.rows import Row
 
-__all__ = ["ConversationReader"]
 
 _SPEAKERS = {
     "user": ("human", "user", "prompter"),

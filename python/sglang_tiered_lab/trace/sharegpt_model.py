@@ -28,16 +28,6 @@ from sglang_tiered_lab.trace.text import BYTES_PER_TOKEN
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = [
-    "ANSWER_TOKENS",
-    "Draws",
-    "MEAN_TURNS",
-    "MULTI_TURN",
-    "QUESTION_TOKENS",
-    "Shape",
-    "rows",
-    "text",
-]
 
 MULTI_TURN = 0.73
 MEAN_TURNS = 3.51

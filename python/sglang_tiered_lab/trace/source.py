@@ -17,7 +17,6 @@ from sglang_tiered_lab.trace.forms import KNOWN
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["DATA_VARIABLE", "PARQUET", "Opened", "find", "open_trace", "reading"]
 
 DATA_VARIABLE = "SGLANG_TIERED_DATA"
 """Names a folder of traces; a path that does not exist is also looked for in it."""

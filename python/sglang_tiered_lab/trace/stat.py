@@ -14,7 +14,6 @@ from sglang_tiered_lab.trace.writing import check_free, new_file
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = """\
 Requests, lengths, turns, and how a cache would do: the hit rate without bound, and

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from sglang_tiered.errors import TraceError
 
-__all__ = ["MOST_DROPPED", "BadRowError", "Tally"]
-
 MOST_DROPPED = 0.1
 """The share of rows beyond which a file is refused."""
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["BYTES_PER_TOKEN", "PromptChain", "Tokens", "load_tokenizer"]
 
 BYTES_PER_TOKEN = 4
 """About what English text has under the tokenizers of current models; an estimate."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.request import TraceRequest
 
-__all__ = ["check_free", "new_file", "write_mooncake"]
 
 _STDOUT = Path("-")
 

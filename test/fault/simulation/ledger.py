@@ -19,11 +19,20 @@ from dataclasses import dataclass, field
 
 from kit.runs import NAMESPACE
 from kit.waiting import finished
-from sglang_tiered.storage.base import NO_TENANT, Health, Job, Page, Reason, Run, Stop, TierEngine
+from sglang_tiered.storage.base import (
+    NO_TENANT,
+    Health,
+    Job,
+    Page,
+    PinRefusal,
+    Reason,
+    Run,
+    Stop,
+    TierEngine,
+)
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.format import BLOCK_BYTES
-from sglang_tiered.storage.region.pins import PinRefusal
 
 TIMEOUT_S = 30.0
 SIZES = (4096, 5000, 8192, 12_288)

@@ -20,8 +20,9 @@ from kit.small_model import write_small_model
 from kit.waiting import finished
 from sglang_tiered import launch_server
 from sglang_tiered.codecs import PageLayout
-from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
+from sglang_tiered.flags import MiB
 from sglang_tiered.integration.launch import start
 from sglang_tiered.integration.storage.shards import has_geometry, shard_name
 from sglang_tiered.integration.storage.tiers import open_shard

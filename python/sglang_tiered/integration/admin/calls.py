@@ -23,20 +23,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = [
-    "DETACHED",
-    "NO_NAMESPACE",
-    "UNKNOWN",
-    "Answer",
-    "Calls",
-    "Steps",
-    "advance",
-    "has_ended",
-    "is_detached",
-    "on_thread",
-    "outcome",
-    "store_of",
-]
 
 NO_STORE = "this server has no tier that outlives it; start it with --tier-mode nvme"
 DETACHED = "the NVMe tier is detached, and keeps what it holds; attach it and ask again"

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.admin.calls import Steps
     from sglang_tiered.storage.base import Erasure
 
-__all__ = ["Control", "hide_memory"]
 
 NO_TIERS = "this server has no tiers; start it with sglang_tiered.launch_server"
 

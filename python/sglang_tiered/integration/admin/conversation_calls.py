@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.identity.recent_requests import PrefixSelector
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["Forgets", "forget", "pin", "prefetch", "unpin"]
 
 TOO_SHORT = "the prefix is shorter than a page of {} tokens, so there is nothing to pin"
 NOTHING_HELD = (

@@ -39,22 +39,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.identity.recent_requests import PrefixSelector
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = [
-    "NOT_WRITTEN",
-    "WORK_S",
-    "Located",
-    "checkpoint",
-    "key_of",
-    "locate",
-    "make_durable",
-    "num_known",
-    "prefix_of_body",
-    "prefixes_of_body",
-    "residency",
-    "tenant_of_body",
-    "tier_of",
-    "until_durable",
-]
 
 STAGED = (
     "nothing is promised with --pp-size above 1, as no stage of a pipeline knows what the others "

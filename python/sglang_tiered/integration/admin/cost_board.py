@@ -24,7 +24,6 @@ from sglang_tiered.policy.server_costs import RankCosts  # noqa: TC001 - msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
 
-__all__ = ["ENVIRONMENT_VARIABLE", "CostBoard"]
 
 ENVIRONMENT_VARIABLE = "SGLANG_TIERED_COSTS"
 """Where the children of a launcher find its board."""

@@ -43,16 +43,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.sharing.peer_tier import PeerTier
 
-__all__ = [
-    "INTERVAL_S",
-    "CostPublisher",
-    "abort_rooms",
-    "event_source",
-    "num_local_ranks",
-    "server_costs",
-    "serving_url",
-    "why_no_costs",
-]
 
 NOT_PUBLISHED = (
     "no scheduler of this server has said what its loads cost: it is starting, or its model runs "

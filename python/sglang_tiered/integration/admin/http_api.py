@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     Answer = Callable[[Call, Request], Awaitable[Report]]
     Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
-__all__ = ["TAIL_BYTES", "add_routes", "newest_requests"]
 
 PAGE = "/tier/"
 

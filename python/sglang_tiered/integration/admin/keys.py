@@ -18,8 +18,6 @@ from sglang_tiered.policy.server_costs import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["around_auth", "ordered_role", "take_orders"]
-
 
 class _Orders:
     """``taken``: keys that were used."""

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.identity.recent_requests import PrefixSelector, Recent
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["conversations", "tenants"]
 
 _STEP_ROWS, _STEP_TOKENS = 100, 1 << 18
 """What is matched in the tree at one question."""

@@ -26,18 +26,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.storage.bucket import BucketEngine
 
-__all__ = [
-    "NO_NOTE",
-    "PinNote",
-    "Pinned",
-    "keepers",
-    "pages_of",
-    "pins_of_conversation",
-    "pins_of_prefix",
-    "prefix_of",
-    "stored_name",
-    "unpack",
-]
 
 _VERSION = 1
 _TOKEN_BYTES = 4

@@ -21,7 +21,6 @@ from sglang_tiered.policy.server_costs import FRESH_S, IN_PROGRESS, NOT_IDLE
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-__all__ = ["ModelDoor", "around_switch", "is_draining"]
 
 TOLD_S = FRESH_S + 0.5
 """After that every picker knows, or takes the server for silent: nobody tells it that a mirrored

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-__all__ = ["CONTROL_PREFIX", "TIMEOUT_S", "Report", "answer"]
 
 CONTROL_PREFIX = "sglang_tiered."
 """Of the methods of control messages; SGLang's own debugger uses other names."""

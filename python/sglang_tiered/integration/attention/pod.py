@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-__all__ = ["NAME", "PodAttention", "PodStatistics", "compile_kernels"]
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-__all__ = ["SIGNATURES", "DevicePod"]
 
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.memory_pool:KVWriteLoc.for_batch": ("forward_batch", "swa_loc"),

@@ -9,7 +9,6 @@ from sglang_tiered.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FLASH", "FLASHINFER", "HINT", "REFERENCE", "TRITON", "check_arguments", "startup_line"]
 
 _BACKEND_FLAGS = {
     "attention_backend": "--attention-backend",

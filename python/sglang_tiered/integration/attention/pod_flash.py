@@ -11,8 +11,6 @@ from sglang.srt.runtime_context import get_exec
 
 from sglang_tiered.integration.attention import pod_device
 
-__all__ = ["SIGNATURES", "FlashPodAttnBackend"]
-
 _BACKEND = "sglang.srt.layers.attention.flashattention_backend:FlashAttentionBackend"
 
 SIGNATURES: dict[str, tuple[str, ...]] = {

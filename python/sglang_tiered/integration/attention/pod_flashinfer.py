@@ -11,8 +11,6 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.integration.attention import pod_device
 
-__all__ = ["SIGNATURES", "FlashInferPodAttnBackend"]
-
 _BACKEND = "sglang.srt.layers.attention.flashinfer_backend:FlashInferAttnBackend"
 
 SIGNATURES: dict[str, tuple[str, ...]] = {

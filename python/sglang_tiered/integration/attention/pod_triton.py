@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.attention.pod import PodForward
 
-__all__ = ["SIGNATURES", "TritonPodAttnBackend"]
 
 _BACKEND = "sglang.srt.layers.attention.triton_backend:TritonAttnBackend"
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-__all__ = ["NAME", "ReferenceAttnBackend", "ReferencePodAttnBackend", "always_absorb", "create"]
 
 NAME = "reference"
 

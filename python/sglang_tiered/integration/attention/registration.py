@@ -25,7 +25,6 @@ from sglang_tiered_kernels.pod_attention import PodShape, supports
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-__all__ = ["register"]
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 if TYPE_CHECKING:
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 
-__all__ = ["checkpoint_answers"]
 
 MAX_IN_A_STEP = 4
 """Requests that began together are due together, and the next batch waits for each."""

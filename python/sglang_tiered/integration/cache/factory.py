@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.config import TieredConfig
 
-__all__ = ["build", "register"]
 
 logger = logging.getLogger(__name__)
 

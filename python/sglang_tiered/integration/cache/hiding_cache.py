@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.cache.loads import PrefetchArguments
 
-__all__ = ["SEEN", "HidingCache"]
 
 SEEN = "_sglang_tiered_hidden_version"
 """Marks a request with the version that it had seen when it was matched last."""

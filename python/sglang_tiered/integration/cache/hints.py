@@ -36,14 +36,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Erasure
     from sglang_tiered.storage.stack.tiers import Span
 
-__all__ = [
-    "DETACHED",
-    "WEIGHTS",
-    "Chain",
-    "Hinted",
-    "Hints",
-    "chain_of",
-]
 
 ATTEMPT = -1
 """Of the handles of loads for which no request waits: those of requests count from 0."""

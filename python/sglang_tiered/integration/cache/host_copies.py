@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["HostCopies"]
 
 MAX_COPIES_PER_STEP = 4
 """Of the copies that were skipped."""

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-__all__ = ["HostLocks", "Residents"]
 
 Reason = TypeVar("Reason")
 

@@ -14,25 +14,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from sglang_tiered.config import TieredConfig
 
-__all__ = [
-    "MIN_TOKENS",
-    "around_auto_size",
-    "check_asked_size",
-    "check_host_bytes",
-    "is_small",
-    "least_of_ranks",
-    "reserve_for_tier",
-    "target_host_bytes",
-    "use_host_bytes",
-]
 
 MIN_TOKENS = 1024
 """The smallest device pool and host tier worth a start: a prompt of a page of text."""

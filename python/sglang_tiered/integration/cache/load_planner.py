@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from sglang_tiered.policy.cost_model import CostModel
     from sglang_tiered.storage.stack.tiers import Span
 
-__all__ = ["LoadPlanner"]
 
 Request = TypeVar("Request")
 

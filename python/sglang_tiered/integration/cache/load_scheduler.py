@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from sglang_tiered.request_log import Why
     from sglang_tiered.storage.stack.tiers import Span
 
-__all__ = ["ABSENT", "DECLINED", "LoadScheduler", "told_end"]
 
 DECLINED, ABSENT = -1, -2
 """What a rank answers in place of where a load ends: that computing is sooner, or that its tiers

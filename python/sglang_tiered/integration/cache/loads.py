@@ -34,17 +34,6 @@ if TYPE_CHECKING:
     from sglang_tiered.policy.prefetch import PutOff
     from sglang_tiered.policy.queue_wait import QueuePlace
 
-__all__ = [
-    "Back",
-    "PricedLoad",
-    "Loads",
-    "PrefetchArguments",
-    "RequestLoad",
-    "Segment",
-    "State",
-    "allocate_now",
-    "restorable_ends",
-]
 
 Request = TypeVar("Request")
 

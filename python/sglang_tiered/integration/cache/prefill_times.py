@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.tiering import Tiering
     from sglang_tiered.integration.storage.backend import TieredStorage
 
-__all__ = ["PrefillClock", "make_planner", "probe_prefill"]
 
 WARM_UP = (16, 256)
 SHAPES = (*((16, 1024),) * 3, *((64, 1024),) * 2, *((256, 1024),) * 2, *((512, 2048),) * 4)

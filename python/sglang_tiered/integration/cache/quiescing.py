@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from queue import Queue
 
-__all__ = ["LoadsUnderWay", "is_under_way", "next_items", "wait_for_loads", "wait_until_quiet"]
 
 QUIESCE_S = 30.0
 """A disk that has not answered for this long counts as hung."""

@@ -79,7 +79,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.observe.stats import Stats
     from sglang_tiered.storage.base import Erasure
 
-__all__ = ["TieredRadixCache"]
 
 # What SGLang sets with a storage that is attached, beside the controller's policy.
 _POLICIES = ("prefetch_stop_policy", "write_through_threshold", "is_write_back")

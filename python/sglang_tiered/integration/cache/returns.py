@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.observe.stories import Stories
     from sglang_tiered.storage.stack.tiers import Span
 
-__all__ = ["Returns"]
 
 HANDLE_PREFIX = "both-ends/"
 ATTEMPT = -1

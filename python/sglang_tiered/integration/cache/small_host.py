@@ -51,22 +51,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
-__all__ = [
-    "BACKEND_NAME",
-    "SmallHostTreeCore",
-    "checked_size",
-    "describe_store",
-    "drop_loads",
-    "is_storing",
-    "lacks_pages",
-    "loads_on_the_way",
-    "nodes_of_stores",
-    "note_absent",
-    "reason_against_buffer",
-    "register_core",
-    "store_again",
-    "use_buffer",
-]
 
 BACKEND_NAME = "tiered_small_host"
 

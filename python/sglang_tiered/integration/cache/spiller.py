@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.shares import HostBudget
 
-__all__ = ["Spiller"]
 
 STORES_S_PER_STEP = 5e-4
 """How long a step may take to begin stores, about 55 us each; one always is. A server of 100

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.session.streaming_session import SessionSlot
 
-__all__ = ["PublishingSession"]
-
 
 class PublishingSession(StreamingSession):  # type: ignore[misc]
     """Owned by the cache, used on the scheduler thread only.

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.shares import HostBudget
 
-__all__ = ["Tiering"]
 
 MIN_COST_S = 1e-6
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import StorageBackupSpec
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import InsertStepResult
 
-__all__ = ["BACKEND_NAME", "UnmarkedTreeCore", "use_unmarked_core"]
 
 BACKEND_NAME = "tiered"
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.loads import Loads
     from sglang_tiered.integration.cache.returns import Returns
 
-__all__ = ["SegmentFilter", "Yielding"]
 
 MAX_PASSED = 8
 """Requests that others may pass in one pass, since a chunk of theirs would be the second one."""

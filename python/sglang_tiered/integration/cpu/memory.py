@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from sglang_tiered.config import GiB, MiB, format_bytes
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import GiB, MiB, format_bytes
 from sglang_tiered.integration.cache.host_size import MIN_TOKENS, least_of_ranks
 
 if TYPE_CHECKING:
@@ -30,16 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "HOST_MEMORY_RESERVE_BYTES",
-    "WorkingSet",
-    "allocatable_bytes",
-    "around_profile",
-    "check_memory",
-    "device_pool_bytes",
-    "token_bytes",
-    "working_set",
-]
 
 HOST_MEMORY_RESERVE_BYTES = GiB
 """Memory kept free on a CPU. SGLang's 10 GiB suit a GPU server: a laptop has less in all."""

@@ -37,15 +37,6 @@ if TYPE_CHECKING:
 
     Rows = npt.NDArray[np.uint8]
 
-__all__ = [
-    "ReferenceCpuPlatform",
-    "around_dtype",
-    "check_backends",
-    "copy_directly",
-    "cores_per_rank",
-    "page_ids",
-    "patch_host_pools",
-]
 
 # Copying row by row costs more than a gathered copy below this size, and less above it.
 LARGE_ROW_BYTES = 4096

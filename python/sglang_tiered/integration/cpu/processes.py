@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["around_start", "fork_from_here", "keep_freed_memory"]
 
 _PR_SET_PDEATHSIG = 1
 _forking_pid = 0

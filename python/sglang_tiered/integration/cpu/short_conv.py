@@ -14,7 +14,6 @@ from sglang_tiered_kernels.causal_conv import convolve, convolve_step
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SIGNATURES", "causal_conv1d_fn", "causal_conv1d_update", "register"]
 
 _MODULE = "sglang.srt.layers.attention.mamba.causal_conv1d"
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["declare"]
-
 # torch.library objects undo their definitions when collected, so they live as long as the process.
 _libraries: list[Any] = []
 

@@ -16,8 +16,6 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang_tiered.integration.compat import check_signatures
 from sglang_tiered_kernels.rotary import rotate
 
-__all__ = ["register"]
-
 _SIGNATURES = {
     "sglang.kernels.fused_op:BaseFusedOp.register_oot_forward": ("op_cls", "fn", "platform_key"),
     "sglang.srt.layers.layernorm:RMSNorm.forward_native": (

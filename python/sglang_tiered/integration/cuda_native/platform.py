@@ -34,8 +34,6 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_tiered.errors import ConfigError
 
-__all__ = ["NativeCudaPlatform", "hide_cuda", "prepare"]
-
 DISPATCH_KEY = "cuda_native"
 
 _hidden: list[str] = []

@@ -27,15 +27,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.transfer.decode.sessions import Address
 
-__all__ = [
-    "BootstrapClient",
-    "RankKey",
-    "address_of",
-    "addresses_of",
-    "check_num_ranks",
-    "drop_connections",
-    "shown_server",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -30,12 +30,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.managers.schedule_batch import Req
 
-__all__ = [
-    "after_handshakes",
-    "after_match",
-    "after_preallocation",
-    "after_transfers",
-]
 
 _BEGUN = "_sglang_tiered_load_begun"
 """Marks a ``DecodeRequest`` whose load was asked for."""

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.transfer.memory import Buffer, Bytes, Pages, SlabPiece, TokenSlice
 
-__all__ = ["DeviceMemory", "are_done", "writes_so_far"]
 
 MAX_POOLS = 4096
 """Tables of addresses that are kept: one for each place in a page where slabs are cut."""

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
     from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 
-__all__ = ["HandedAdapters", "HandedModel", "Handoffs", "WeightUpdate"]
 
 logger = logging.getLogger(__name__)
 

@@ -18,14 +18,6 @@ from sglang_tiered.transfer.messages import KVLayout, StateLayout
 if TYPE_CHECKING:
     from sglang_tiered.transfer.memory import PagedMemory
 
-__all__ = [
-    "copied",
-    "device_of",
-    "format_of",
-    "host_memory_of",
-    "layout_of",
-    "memories_of",
-]
 
 DRAFT_LAYERS = 1 << 20
 """Added to the layer numbers of a draft model's KV, which begin at 0 as the target's do."""

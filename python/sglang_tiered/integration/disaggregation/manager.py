@@ -59,14 +59,6 @@ if TYPE_CHECKING:
     )
     from sglang_tiered.transfer.decode.sessions import Address
 
-__all__ = [
-    "CLASSES",
-    "DecodeKVManager",
-    "PrefillKVManager",
-    "ZmqKVReceiver",
-    "ZmqKVSender",
-    "make_manager",
-]
 
 REST_S = 0.005
 

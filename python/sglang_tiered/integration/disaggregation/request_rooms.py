@@ -31,18 +31,6 @@ from sglang_tiered.transfer.messages import (
     is_other_prompt,
 )
 
-__all__ = [
-    "NUM_ROOMS",
-    "SampleRooms",
-    "after_tokenizing",
-    "before_abort",
-    "before_dispatch",
-    "before_handoff",
-    "check_rooms",
-    "room_of_recompute",
-    "tokens_of",
-]
-
 NUM_ROOMS = 2**63
 """A request may name its room by a number from 0 up to this: SGLang's tensors hold no larger one.
 """

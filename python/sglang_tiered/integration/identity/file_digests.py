@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-__all__ = ["FileDigests", "SeenFile", "Stamp", "see"]
 
 VERSION = 1
 MAX_REMEMBERED = 4096

@@ -22,8 +22,6 @@ from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 
 from sglang_tiered.config import TieredConfig
 
-__all__ = ["HASHES", "drop_client_hashes", "refuse_placeholder_tokens"]
-
 _MEDIA = ("image_data", "video_data", "audio_data")
 HASHES = frozenset({"hash", "identity", "pad_value", "pad_values"})
 

@@ -22,15 +22,6 @@ from sglang_tiered.integration.identity.file_digests import SeenFile, see
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = [
-    "UNRESOLVED",
-    "FileContents",
-    "find_weight_files",
-    "identify_files",
-    "identify_model",
-    "one_copy",
-    "unresolved",
-]
 
 # Loaders whose weights are files of the model path. The others fetch them from elsewhere.
 _FILE_FORMATS = frozenset(

@@ -46,19 +46,6 @@ if TYPE_CHECKING:
     from sglang_tiered.config import TransferConfig
     from sglang_tiered.integration.identity.file_digests import SeenFile
 
-__all__ = [
-    "NAMESPACE_VERSION",
-    "describe_pool",
-    "drop_digests",
-    "files_of",
-    "handoff_identity",
-    "has_draft",
-    "received_identity",
-    "server_identity",
-    "spell_out",
-    "successor",
-    "updated_identity",
-]
 
 NAMESPACE_VERSION = 2
 """Raised when the meaning of a page changes without any field below changing."""

@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.checksummed import seal, unseal
-from sglang_tiered.config import format_bytes
+from sglang_tiered.flags import format_bytes
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.file_digests import FileDigests
 from sglang_tiered.integration.identity.model import UNRESOLVED
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.identity.file_digests import SeenFile
     from sglang_tiered.storage.region.notes import Notes, PageSize
 
-__all__ = ["NamespaceSearch", "recall_namespace", "remember_namespace"]
 
 PATIENCE_S = 2.0
 """The longest wait of a start for the weights."""

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Recent", "RecentRequests", "PrefixSelector"]
 
 _MAX_REQUESTS, _MAX_BYTES = 1024, 32 << 20
 _MAX_NAMES_BYTES = 4096

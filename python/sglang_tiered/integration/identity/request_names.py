@@ -22,15 +22,6 @@ from sglang.srt.entrypoints.request_headers import apply_header_overrides
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-__all__ = [
-    "MAX_ID_BYTES",
-    "BodyRefused",
-    "after_tokenizing",
-    "carry",
-    "conversation_of",
-    "take_overrides",
-]
-
 MAX_ID_BYTES = 512
 """Longer ids are not remembered; their requests are served like all others."""
 

@@ -22,17 +22,6 @@ from sglang_tiered.storage.base import NO_TENANT, TENANT_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = [
-    "SECRET_BITS",
-    "UNKNOWN_TENANT",
-    "HiddenPages",
-    "HiddenTenants",
-    "around_seed",
-    "is_marked",
-    "key_of_request",
-    "short_key",
-    "tenant_digest",
-]
 
 MAX_KEY_BYTES = 4096
 """Of an ``extra_key`` or a ``cache_salt``, in UTF-8. Nodes of the tree keep them, each its own."""

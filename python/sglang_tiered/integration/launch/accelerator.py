@@ -10,8 +10,6 @@ import importlib.util
 import os
 from pathlib import Path
 
-__all__ = ["is_available", "lacks_kernels", "problem"]
-
 NVIDIA_CONTROL = Path("/dev/nvidiactl")
 """This file exists wherever an NVIDIA driver is loaded, in containers too."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-__all__ = ["URL_VARIABLE", "exposure", "resolve_peers"]
-
 URL_VARIABLE = "SGLANG_TIERED_INDEX_URL"
 """Replaces ``--tier-index``: every user of a machine can read a command line."""
 

@@ -18,7 +18,6 @@ from sglang_tiered.integration.storage.shards import sizes_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["check_ports", "try_port"]
 
 ANYWHERE = "0.0.0.0"
 

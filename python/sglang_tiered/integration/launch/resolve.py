@@ -21,18 +21,16 @@ from sglang_tiered.config import (
     MIN_REGION_BYTES,
     MIN_REGIONS,
     TRANSFER_BACKEND,
-    GiB,
     NvmeConfig,
     TieredConfig,
     TierMode,
     TransferConfig,
     cache_directory,
     default_region_bytes,
-    format_bytes,
 )
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
-from sglang_tiered.flags import add_arguments, flags_of, refuse_given, values_of
+from sglang_tiered.flags import GiB, add_arguments, flags_of, format_bytes, refuse_given, values_of
 from sglang_tiered.integration.attention import pod_flags
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
 from sglang_tiered.integration.launch.peer_flags import exposure, resolve_peers
@@ -48,17 +46,6 @@ from sglang_tiered.wire.keys import load_keys
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = [
-    "ALL_FLAGS",
-    "Resolved",
-    "add_tier_arguments",
-    "added_arguments",
-    "explicit_arguments",
-    "resolve",
-    "resolve_object",
-    "resolve_transfer",
-    "warnings",
-]
 
 DEFAULT_PAGE_SIZE = 64
 DEFAULT_DISK_FRACTION = 0.25

@@ -26,14 +26,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.launch.resolve import Resolved
 
-__all__ = [
-    "check",
-    "claim_directory",
-    "prepare",
-    "refusals",
-    "remove_other_shards",
-    "resolve",
-]
 
 MAX_FAULT_THREADS = 8
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.observe.stats import Stats
 
-__all__ = ["MetricsExporter", "rank_labels", "samples", "state_of"]
 
 INTERVAL_S = 1.0
 

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     # Returns which keys a tier could serve now: none while it is offline. Reads memory only.
     Holds = Callable[[Sequence[bytes]], list[bool]]
 
-__all__ = ["TierEvents", "tiers_of"]
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.observe.story import Story
 
-__all__ = ["LineWriter"]
 
 MAX_QUEUED = 4096
 """Requests that wait for the thread, of about 2 kB each."""

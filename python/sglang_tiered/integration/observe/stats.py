@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
     from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 
-__all__ = [
-    "HintStats",
-    "Stats",
-    "health_reasons",
-    "holdings",
-    "manager_of",
-    "process_stats",
-    "transfer_stats",
-]
 
 Stats = dict[str, Any]
 """By the names that paths in the tables begin with. Some of it goes on counting: read it at once,

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from sglang_tiered.request_log import Cause, Decision, RequestLogConfig, Why
     from sglang_tiered.storage.stack.tiers import Span
 
-__all__ = ["PREFIX", "Stories", "open_notes", "tell_spans"]
 
 MAX_STORIES = 65_536
 """Of requests that have come and not ended; beyond, the oldest is dropped."""

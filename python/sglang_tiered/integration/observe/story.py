@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from sglang_tiered.request_log import Why
     from sglang_tiered.storage.base import Job
 
-__all__ = ["LoadMeter", "Story", "finish"]
-
 
 _DIGITS = 6
 """Of a second: microseconds."""

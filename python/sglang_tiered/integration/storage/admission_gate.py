@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import TierEngine
 
-__all__ = ["QueuedStore", "StoreGate"]
 
 LOG_INTERVAL_S = 60.0
 

@@ -71,7 +71,6 @@ if TYPE_CHECKING:
     from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.storage.base import Job, Meter
 
-__all__ = ["BegunStore", "TieredStorage"]
 
 logger = logging.getLogger(__name__)
 

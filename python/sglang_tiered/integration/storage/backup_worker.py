@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import BegunStore, TieredStorage
     from sglang_tiered.storage.base import Job
 
-__all__ = ["StoreOperation", "BackupWorker"]
 
 logger = logging.getLogger(__name__)
 

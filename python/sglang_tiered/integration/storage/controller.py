@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.integration.storage.admission_gate import QueuedStore
 
-__all__ = ["NextLoad", "NextStore", "TieredController", "use_tiered_controller"]
-
 
 @contextmanager
 def use_tiered_controller() -> Iterator[None]:

@@ -26,19 +26,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Page
 
-__all__ = [
-    "SeenPages",
-    "check",
-    "check_codec",
-    "derive_keys",
-    "engine_keys",
-    "kv_page_size",
-    "page_bytes",
-    "page_layout",
-    "page_segments",
-    "pool_label",
-]
-
 
 def page_layout(pool: Any) -> PageLayout:
     """Return how a page of ``pool`` lies in memory. It is unknown unless the pool is exactly one of

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.storage.base import Job
 
-__all__ = ["LoadOperation", "LoadWorker"]
 
 logger = logging.getLogger(__name__)
 

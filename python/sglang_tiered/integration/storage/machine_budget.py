@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_tiered.config import MIN_REGIONS, format_bytes
+from sglang_tiered.config import MIN_REGIONS
 from sglang_tiered.errors import ConfigError, StoreError, StoreLockedError
+from sglang_tiered.flags import format_bytes
 from sglang_tiered.policy.shares import StoreShare, grant, recall
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.machine_budget import (
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.storage.region.reclaim import CapacityControl, CapacityState
 
-__all__ = ["BudgetStats", "MachineBudget", "check_budget"]
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.stack import TierStack
     from sglang_tiered.storage.stack.tiers import Span
 
-__all__ = ["TierQueries"]
 
 _NO_POOL = "no pool has this name"
 """No tier holds pages of it."""

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.admission_gate import StoreGate
 
-__all__ = ["MAX_WAITING", "RemoteErasures"]
 
 MAX_WAITING = 4096
 """Erasures that wait one by one; beyond, memory hides all that it holds."""

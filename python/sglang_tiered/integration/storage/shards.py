@@ -13,15 +13,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.config import TieredConfig
 
-__all__ = [
-    "Sizes",
-    "has_geometry",
-    "is_of_other_sharing",
-    "num_replicas",
-    "of_settings",
-    "shard_name",
-    "sizes_of",
-]
 
 _GIVEN = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "nnodes")
 _NAME = re.compile(r"tp(\d+)of(\d+)-pp(\d+)of(\d+)-dp(\d+)-(\d+)")

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.config import TieredConfig
 
-__all__ = ["SharingRanks", "are_pages_same", "claim_of", "gather_over_ranks"]
 
 _SAME_ON_ALL_RANKS = (MLATokenToKVPoolHost, DSAIndexerPoolHost)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.policy.cost_model import TransferCost
 
-__all__ = ["InFlightRead", "TierTiming"]
 
 MAX_WINDOWS = 1024
 

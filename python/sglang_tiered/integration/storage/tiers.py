@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
 
 from sglang_tiered.codecs import LOSSY_CODEC_NAMES
-from sglang_tiered.config import (
-    MIN_REGIONS,
-    MIN_REGIONS_PER_DAY,
-    format_bytes,
-)
+from sglang_tiered.config import MIN_REGIONS, MIN_REGIONS_PER_DAY
 from sglang_tiered.errors import ConfigError, StoreLockedError
+from sglang_tiered.flags import format_bytes
 from sglang_tiered.integration.identity.namespace_search import recall_namespace
 from sglang_tiered.integration.storage.machine_budget import MachineBudget
 from sglang_tiered.integration.storage.shards import is_of_other_sharing, num_replicas, shard_name
@@ -43,12 +40,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Erasure, TierEngine
     from sglang_tiered.storage.bucket import BucketEngine
 
-__all__ = [
-    "lossy_codec",
-    "open_remote_tiers",
-    "open_shard",
-    "peer_settings",
-]
 
 logger = logging.getLogger(__name__)
 

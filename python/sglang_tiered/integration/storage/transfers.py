@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.stack import TierStack
 
-__all__ = ["ReadPlanner", "TierTransfers", "read_in_steps"]
 
 MAX_PROBE_PAGES, MAX_PROBE_BYTES = 16, 16 << 20
 MAX_FAR_PROBE_BYTES, MAX_FAR_PROBE_S = 4 << 20, 10.0

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.pages.landing import Page
     from sglang_tiered.wire.keys import Keys
 
-__all__ = ["ClientStats", "PageClient"]
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     Send = Callable[[bytes, Any, Sequence[memoryview]], list[zmq.MessageTracker] | None]
 
-__all__ = ["SIGN_OF_LIFE_S", "Followers", "Told"]
 
 SIGN_OF_LIFE_S = 2.0
 """A follower that there is nothing to tell is answered after so long."""

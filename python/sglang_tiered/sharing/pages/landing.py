@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.pages.messages import Found
 
-__all__ = ["Page", "PageFetch", "PageOutcome"]
 
 Page = tuple[memoryview, ...]
 """The segments of one page, in order; writable, format ``B``, 1-D, C-contiguous."""

@@ -24,10 +24,10 @@ from sglang_tiered.sharing.pages.messages import (
     VERSION_FRAME,
     Refuse,
     decode_from_server,
-    encode,
 )
 from sglang_tiered.wire.sockets import (
     connection_events,
+    encode,
     loss_reason,
     make_dealer,
     printable,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from sglang_tiered.wire.keys import Keys
     from sglang_tiered.wire.loop import EndpointLoop
 
-__all__ = ["PageLink", "check_address"]
 
 _MAX_MESSAGES = 4  # at a time, so that others wait only for their copies
 _ADDRESS = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]{2,45})\]|([0-9.]{7,15})):([0-9]{1,5})")

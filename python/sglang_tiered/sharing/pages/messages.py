@@ -12,41 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.wire.sockets import Message, check_version, decode, encode
+from sglang_tiered.wire.sockets import Message, check_version, decode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "ID_BYTES",
-    "KEY_BYTES",
-    "MAX_CLIENT_FRAME_BYTES",
-    "MAX_ERASED_KEYS",
-    "MAX_ERASURES_BYTES",
-    "MAX_FINGERPRINTS",
-    "MAX_FOLLOW_FRAME_BYTES",
-    "MAX_PAGE_BYTES",
-    "MAX_REQUEST_PAGES",
-    "NAMESPACE_BYTES",
-    "SHORT_ID_BYTES",
-    "VERSION_FRAME",
-    "Busy",
-    "Changes",
-    "Compare",
-    "ErasureNotice",
-    "Erasures",
-    "Fetch",
-    "Follow",
-    "Found",
-    "FromClient",
-    "FromServer",
-    "Refuse",
-    "Teach",
-    "check_version",
-    "decode_from_client",
-    "decode_from_server",
-    "encode",
-]
 
 MAGIC = b"sgt-pages/"
 VERSION = 3

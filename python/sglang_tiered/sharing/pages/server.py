@@ -20,10 +20,10 @@ import zmq
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.followers import Followers
-from sglang_tiered.sharing.pages.messages import VERSION_FRAME, encode
+from sglang_tiered.sharing.pages.messages import VERSION_FRAME
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.wire.loop import EndpointLoop
-from sglang_tiered.wire.sockets import endpoint_of, received
+from sglang_tiered.wire.sockets import encode, endpoint_of, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from sglang_tiered.sharing.pages.followers import Told
     from sglang_tiered.wire.keys import Keys
 
-__all__ = ["PageReader", "PageServer", "Place", "ServeQueue", "ServeRequest"]
 
 logger = logging.getLogger(__name__)
 

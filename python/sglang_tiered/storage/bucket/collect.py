@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.requests import Requests
     from sglang_tiered.storage.region.pins import Pin
 
-__all__ = ["Collector", "CollectorReport", "CollectorSettings", "Removal"]
 
 logger = logging.getLogger(__name__)
 

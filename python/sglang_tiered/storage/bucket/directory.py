@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["LISTED_AT_ONCE", "STAGED", "Directory", "Listed"]
 
 logger = logging.getLogger(__name__)
 

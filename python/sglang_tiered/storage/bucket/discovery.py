@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.requests import Breaker, Requests
     from sglang_tiered.storage.bucket.state import BucketState
 
-__all__ = ["Discovery"]
 
 FULL_LISTING_S = 600.0
 LOOK_BACK_S = 30.0

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.names import PageName
     from sglang_tiered.storage.encoding import PageEncoding
 
-__all__ = ["BucketEngine", "BucketStats"]
 
 logger = logging.getLogger(__name__)
 

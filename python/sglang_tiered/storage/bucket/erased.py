@@ -41,18 +41,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.directory import Listed
     from sglang_tiered.storage.bucket.requests import Requests
 
-__all__ = [
-    "MAX_NUMBER",
-    "BucketErasures",
-    "Record",
-    "all_records",
-    "mergeable",
-    "name_of",
-    "packed",
-    "read_records",
-    "record_path",
-    "records_of",
-]
 
 MAX_NUMBER = (1 << 31) - 1  # stamps have 32 bits
 _ENTRY_BYTES = 64  # of a merged record, beside its keys

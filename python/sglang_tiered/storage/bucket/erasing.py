@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.requests import Requests
     from sglang_tiered.storage.bucket.state import BucketState, OnErased, PendingErasure
 
-__all__ = ["Keeper", "Records", "erase"]
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from sglang_tiered.storage.bucket.names import PageName
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["MAX_STEPS", "BucketIndex"]
 
 # Number of the share, time, length, stamp, checksum, mark of the last full listing that had begun.
 _ROW = struct.Struct("<IIIIQB")

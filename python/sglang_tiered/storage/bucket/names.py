@@ -26,17 +26,6 @@ from sglang_tiered.storage.base import KEY_BYTES, TENANT_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = [
-    "ERASED",
-    "NAMESPACE_BYTES",
-    "ROOT",
-    "Layout",
-    "PageName",
-    "is_page",
-    "namespace_of",
-    "page_checksum",
-    "parse_page",
-]
 
 ROOT = "v2"
 ERASED = f"{ROOT}/erased"

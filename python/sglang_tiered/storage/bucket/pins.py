@@ -28,17 +28,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.names import Layout
     from sglang_tiered.storage.bucket.requests import Requests
 
-__all__ = [
-    "MAX_PINS",
-    "BucketPins",
-    "PinChange",
-    "alive",
-    "pack_pin",
-    "pin_share",
-    "read_pin",
-    "unpack_pin",
-    "write_changed",
-]
 
 MAX_PINS = 1 << 12
 MAX_KEYS = 1 << 19  # of all pins together: some 200 bytes each

@@ -33,7 +33,6 @@ from sglang_tiered.storage.jobs import call_each
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["Breaker", "BucketError", "Failure", "Requests", "explain", "tried"]
 
 try:
     import obstore

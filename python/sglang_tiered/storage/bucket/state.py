@@ -27,14 +27,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.names import PageName
     from sglang_tiered.storage.encoding import PageEncoding
 
-__all__ = [
-    "BucketLoad",
-    "BucketState",
-    "OnErased",
-    "PageLoad",
-    "PendingErasure",
-    "Upload",
-]
 
 _MAX_SKIPPED = 8192
 _MAX_HEARD = 65_536  # what is forgotten and told again is done again, which is safe and costs pages

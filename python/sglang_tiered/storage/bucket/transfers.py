@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket.requests import Breaker, Requests
     from sglang_tiered.storage.bucket.state import BucketState
 
-__all__ = ["Transfers"]
 
 CLOCK_S = 600.0
 _TAKEN_BYTES = 1 << 20

@@ -38,14 +38,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.base import Page
 
-__all__ = [
-    "FileDevice",
-    "FileReader",
-    "aligned_buffer",
-    "batches",
-    "copy_page",
-    "write_fully",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -61,19 +61,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-__all__ = [
-    "STORE_VERSION",
-    "DirectoryLock",
-    "DirectoryState",
-    "allow_regions",
-    "inspect",
-    "manifest_version",
-    "max_regions",
-    "prepare",
-    "refuse_strangers",
-    "remove_shards",
-    "shard_path",
-]
 
 STORE_VERSION = 4
 """Programs of version 3 would serve what ``ERASED`` says is dead."""

@@ -25,6 +25,8 @@ from sglang_tiered.storage.base import (
     Job,
     JobKind,
     LookupResult,
+    PinInfo,
+    PinRefusal,
     Reason,
     Run,
     Stop,
@@ -57,7 +59,7 @@ from sglang_tiered.storage.region.pending import (
     page_bytes,
     plan_spans,
 )
-from sglang_tiered.storage.region.pins import Pin, PinInfo, PinRefusal
+from sglang_tiered.storage.region.pins import Pin
 from sglang_tiered.storage.region.reader import RegionReader
 from sglang_tiered.storage.region.reclaim import CapacityControl, Reclaimer
 from sglang_tiered.storage.region.recovery import Recovery
@@ -77,12 +79,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.reader import OwnersMemory
     from sglang_tiered.storage.region.recovery import RecoveryReport
 
-__all__ = [
-    "DEFAULT_QUEUED_STORE_BYTES",
-    "DEFAULT_REGION_BYTES",
-    "MAX_PIN_SHARE",
-    "RegionEngine",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -51,21 +51,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.pending import Order
     from sglang_tiered.storage.region.reclaim import Reclaimer
 
-__all__ = [
-    "MANY",
-    "MAX_IDS",
-    "MAX_NOTES_BYTES",
-    "VERSION",
-    "Bound",
-    "EraseLog",
-    "Erased",
-    "drop_gone",
-    "pack",
-    "pack_record",
-    "read",
-    "rewrite",
-    "unpack",
-]
 
 VERSION = 2
 """Version 1 had no notes."""

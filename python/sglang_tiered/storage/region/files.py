@@ -11,30 +11,6 @@ import re
 
 from sglang_tiered.storage.region.format import parse_region_name
 
-__all__ = [
-    "EARLIER_NAMES",
-    "ERASED_NAME",
-    "IGNORED_NAMES",
-    "LEFTOVER_NAMES",
-    "LENDING_NAME",
-    "LOCK_NAME",
-    "MANIFEST_NAME",
-    "NAMESPACE_NAME",
-    "NOTE_NAMES",
-    "PAGE_SIZES_NAME",
-    "PIN_PREFIX",
-    "PROBE_NAME",
-    "SHARD_PREFIX",
-    "TEMPORARY_SUFFIX",
-    "WEIGHTS_NAME",
-    "is_pin_name",
-    "is_shard_file",
-    "is_shard_name",
-    "is_tier_file",
-    "is_tier_temporary",
-    "pin_name",
-]
-
 # Of the tier directory.
 MANIFEST_NAME = "STORE"
 WEIGHTS_NAME = "WEIGHTS"

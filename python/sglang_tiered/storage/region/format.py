@@ -24,45 +24,6 @@ if TYPE_CHECKING:
 
     Buffer = bytes | bytearray | memoryview
 
-__all__ = [
-    "BLOCK_BYTES",
-    "CHECKSUM_BYTES",
-    "EXTENT_DTYPE",
-    "FORMAT_VERSION",
-    "MAX_EXTENT_HEADER_BYTES",
-    "MAX_EXTENT_PAGES",
-    "MAX_REGION_BYTES",
-    "MIN_REGION_BYTES",
-    "NAMESPACE_BYTES",
-    "NONCE_BYTES",
-    "PAGE_DTYPE",
-    "Contents",
-    "Extent",
-    "RegionHeader",
-    "Trailer",
-    "check_namespace",
-    "extent_header_bytes",
-    "footer_bytes",
-    "max_page_bytes",
-    "min_region_bytes",
-    "newer_format",
-    "other_version",
-    "pack_extent_header",
-    "pack_footer",
-    "pack_region_header",
-    "pack_trailer",
-    "padded",
-    "page_table",
-    "parse_region_name",
-    "peek_extent_header_bytes",
-    "region_name",
-    "unpack_extent_header",
-    "unpack_footer",
-    "unpack_region_header",
-    "unpack_trailer",
-    "verifies",
-    "with_checksum",
-]
 
 FORMAT_VERSION = 3
 BLOCK_BYTES = 4096

@@ -16,7 +16,6 @@ from sglang_tiered.storage.base import Health
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["HealthMonitor"]
 
 _READ_FAILURES_TOLERATED = 2
 

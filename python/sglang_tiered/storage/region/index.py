@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["PageIndex", "Places", "hash_words", "key_words", "choose_reinsertion"]
 
 _EMPTY, _DELETED = -1, -2
 _MAX_FILL = 0.6  # of the table, deleted places included; beyond it probe chains grow quickly

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.device import FileDevice
 
-__all__ = ["Notes", "PageSize", "add_page_size", "read_note", "read_page_sizes"]
 
 MAX_PAGE_SIZES = 64
 """Of the last namespaces. Another update of the weights makes another namespace."""

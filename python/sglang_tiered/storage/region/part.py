@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.regions import Region
     from sglang_tiered.storage.region.state import StoreState
 
-__all__ = ["Common", "StorePart"]
-
 
 class Common(NamedTuple):
     """One store's. ``is_held`` asks the filesystem whether its lock still keeps others away."""

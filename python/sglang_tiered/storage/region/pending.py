@@ -23,23 +23,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.format import Extent
     from sglang_tiered.storage.region.regions import Region
 
-__all__ = [
-    "ExtentWrite",
-    "LoadSpan",
-    "LoadTicket",
-    "MAX_EXTENT_BYTES",
-    "Note",
-    "Part",
-    "Order",
-    "StoreTicket",
-    "Wanted",
-    "hashed_writes",
-    "is_encoded",
-    "page_bytes",
-    "plan_spans",
-    "stored_blocks",
-    "stored_bytes",
-]
 
 MAX_EXTENT_BYTES = 8 << 20  # of payload: one thread hashes and writes it, and others the next
 _CHUNK_BYTES = 2 << 20  # one write: large enough for bandwidth, short enough for a load to wait

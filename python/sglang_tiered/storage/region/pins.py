@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang_tiered.storage.base import (
     KEY_BYTES,
     TENANT_BYTES,
-    PinInfo,
     PinRefusal,
     unique_keys,
 )
@@ -26,23 +25,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.device import FileReader
 
-__all__ = [
-    "MAX_DATA_BYTES",
-    "MAX_KEYS",
-    "MAX_PIN_BYTES",
-    "MAX_NAME_BYTES",
-    "MAX_NOTES_BYTES",
-    "MAX_PINS",
-    "FoundPins",
-    "Pin",
-    "PinBook",
-    "PinInfo",
-    "PinRefusal",
-    "file_of",
-    "pack",
-    "read_all",
-    "unpack",
-]
 
 MAX_NAME_BYTES = 1024
 MAX_DATA_BYTES = 17 << 20  # four million tokens, and whose they are

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import LoadSpan, Wanted
 
-__all__ = ["OwnersMemory", "RegionReader", "SpanResult"]
 
 logger = logging.getLogger(__name__)
 

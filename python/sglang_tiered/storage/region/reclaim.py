@@ -41,16 +41,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.regions import Capacity, Region
 
-__all__ = [
-    "MAX_SAVED_BYTES",
-    "REINSERTION_SHARE",
-    "CapacityControl",
-    "Reclaimer",
-    "ReinsertionCredit",
-    "CapacityState",
-    "choose_own_victim",
-    "choose_victim",
-]
 
 _T = TypeVar("_T")
 # Of what is written. Reinsertion multiplies it by at most 1 / (1 - 1/10) = 1.11.

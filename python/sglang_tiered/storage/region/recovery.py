@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.pins import FoundPins, Pin
     from sglang_tiered.storage.region.regions import RegionTable
 
-__all__ = ["Recovery", "RecoveryReport"]
 
 logger = logging.getLogger(__name__)
 

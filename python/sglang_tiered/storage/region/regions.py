@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.format import Extent
 
-__all__ = ["Capacity", "Region", "RegionTable", "TenantTable"]
-
 
 @dataclass(eq=False, slots=True)
 class Region:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.base import PinInfo, PinRefusal, Reason
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.region.index import PageIndex, key_words
 from sglang_tiered.storage.region.pending import (
@@ -26,13 +26,7 @@ from sglang_tiered.storage.region.pending import (
     Wanted,
     page_bytes,
 )
-from sglang_tiered.storage.region.pins import (
-    MAX_KEYS,
-    MAX_PINS,
-    PinBook,
-    PinInfo,
-    PinRefusal,
-)
+from sglang_tiered.storage.region.pins import MAX_KEYS, MAX_PINS, PinBook
 from sglang_tiered.storage.region.regions import RegionTable
 
 if TYPE_CHECKING:
@@ -45,7 +39,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.pins import Pin
     from sglang_tiered.storage.region.regions import Region
 
-__all__ = ["StoreState"]
 
 _MAX_EXPIRED = 1024  # pins, under the lock
 _KEYS_AT_ONCE = 4096

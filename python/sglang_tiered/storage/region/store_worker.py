@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.reclaim import CapacityControl, Reclaimer
     from sglang_tiered.storage.region.writer import RegionWriter
 
-__all__ = ["IoWorker", "StoreWorker"]
 
 logger = logging.getLogger(__name__)
 

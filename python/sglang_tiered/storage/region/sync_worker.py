@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.regions import Region
 
-__all__ = ["Barrier", "SyncWorker"]
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.region.state import StoreState
 
-__all__ = ["RegionView", "StoredPage"]
 
 _ALL_BYTES = 1 << 62
 _ROWS_AT_ONCE = 1 << 15  # read under the store's lock, which lookups of a scheduler wait for

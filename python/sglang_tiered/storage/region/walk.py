@@ -39,15 +39,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.format import RegionHeader, Trailer
     from sglang_tiered.storage.region.regions import Region
 
-__all__ = [
-    "NOT_A_FILE_ERRNOS",
-    "UNREADABLE_ERRNOS",
-    "Problem",
-    "RegionScan",
-    "all_contents",
-    "persist",
-    "read_run",
-]
 
 WINDOW_BYTES = 4 << 20
 

@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 
     Stored = list[tuple[Page, int]]
 
-__all__ = ["RegionWriter", "write_footer"]
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.view import RegionView, StoredPage
     from sglang_tiered.storage.stack.tiers import StackSettings
 
-__all__ = ["StoredChain", "Demoter", "DemotionQueue"]
 
 STEP_PAGES = 1024
 CHAIN_PAGES = 64

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Page, TierEngine
     from sglang_tiered.storage.stack.tiers import ReadObserver
 
-__all__ = ["Loader", "Promoter"]
 
 logger = logging.getLogger(__name__)
 

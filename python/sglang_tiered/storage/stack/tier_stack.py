@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.bucket import BucketEngine
     from sglang_tiered.storage.stack.tiers import ReadObserver
 
-__all__ = ["TierStack"]
 
 logger = logging.getLogger(__name__)
 

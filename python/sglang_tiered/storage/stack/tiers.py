@@ -7,15 +7,6 @@ from typing import Any, NamedTuple, Protocol
 
 from sglang_tiered.storage.base import Tier
 
-__all__ = [
-    "REMOTE_TIERS",
-    "RemoteStats",
-    "StackSettings",
-    "StackStats",
-    "ReadObserver",
-    "Span",
-]
-
 MiB = 1 << 20
 
 

@@ -12,9 +12,8 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError, StoreError
-from sglang_tiered.flags import parse_bytes, parse_duration
+from sglang_tiered.flags import format_bytes, parse_bytes, parse_duration
 from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
 from sglang_tiered.storage.bucket.erased import BucketErasures, all_records
 from sglang_tiered.storage.bucket.names import (
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.notes import PageSize
     from sglang_tiered.tools.store.report import Columns
 
-__all__ = ["run"]
 
 _WAY_OUT = "pass the URL of a server's object tier"
 _SUMMED = (

@@ -20,7 +20,6 @@ from sglang_tiered.tools.terminal import Parser, run_program
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main", "make_parser"]
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader
     from sglang_tiered.tools.store.target import StoreTarget
 
-__all__ = ["run"]
-
 
 class _DumpedPage(NamedTuple):
     """Describes one page. The order of the fields is that of the columns; digits are

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.config import format_bytes
+from sglang_tiered.flags import format_bytes
 from sglang_tiered.tools.terminal import print_lines, print_table, write_json
 
 if TYPE_CHECKING:
@@ -18,21 +18,6 @@ if TYPE_CHECKING:
     Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
     """By title the field, and how its value is written."""
 
-__all__ = [
-    "MAX_LISTED",
-    "age",
-    "digest",
-    "finish",
-    "number",
-    "print_damage",
-    "print_entries",
-    "print_verdict",
-    "problem_json",
-    "problem_text",
-    "share",
-    "size",
-    "speed",
-]
 
 MAX_LISTED = 50
 """So many of one kind are listed in a table for people; JSON has them all."""

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.region.format import RegionHeader
     from sglang_tiered.tools.store.target import StoreTarget
 
-__all__ = ["ScannedRegion", "ShardReader", "open_shards"]
 
 # They say something about this process, not about the file.
 _OWN_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)

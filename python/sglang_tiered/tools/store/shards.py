@@ -11,8 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress, TransferSpeedColumn
 
-from sglang_tiered.config import format_bytes
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import format_bytes
 from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.format import FORMAT_VERSION
 from sglang_tiered.storage.region.notes import read_note, read_page_sizes
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader
     from sglang_tiered.tools.store.target import StoreTarget
 
-__all__ = ["run"]
 
 _STATES = ("sealed", "open", "damaged", "other_format")
 _SUMMED = (

@@ -28,7 +28,6 @@ from sglang_tiered.storage.region.format import parse_region_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Holder", "StoreTarget", "find_holder", "resolve"]
 
 _LOCKS = Path("/proc/locks")
 _MOUNTS = Path("/proc/self/mountinfo")

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.messages import Asked, KVLayout
     from sglang_tiered.wire.keys import Keys
 
-__all__ = ["DecodeEndpoint", "DecodeListener", "DecodeStats", "DecodeTarget"]
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.messages import KVLayout, Last, Slab
     from sglang_tiered.transfer.same_host import PeerMemory
 
-__all__ = ["DamagedError", "Progress", "ReceiveRoom"]
-
 
 class DamagedError(TransferError):
     """A slab arrived with other bytes than were sent."""

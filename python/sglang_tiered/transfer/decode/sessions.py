@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from sglang_tiered.wire.keys import Keys
     from sglang_tiered.wire.loop import EndpointLoop
 
-__all__ = ["Address", "PrefillLink", "PrefillLinks"]
 
 Address = tuple[str, int]
 

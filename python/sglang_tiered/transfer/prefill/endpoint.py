@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.prefill.send_queue import Chunk, Parcel
     from sglang_tiered.wire.keys import Keys
 
-__all__ = ["PrefillEndpoint", "PrefillListener", "PrefillStats"]
 
 MAX_MESSAGES = 64
 """Messages read from one socket at a time."""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sglang_tiered.config import TransferConfig
     from sglang_tiered.transfer.messages import Asked, Claim, Open
 
-__all__ = ["Room", "RoomTable"]
 
 MAX_TOMBSTONES = 16384
 

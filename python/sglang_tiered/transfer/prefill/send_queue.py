@@ -40,17 +40,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.same_host import Fence
     from sglang_tiered.wire.keys import Tagger
 
-__all__ = [
-    "SMALL_SLAB_BYTES",
-    "TARGET_SLAB_BYTES",
-    "Chunk",
-    "Delivery",
-    "Parcel",
-    "SendQueue",
-    "SlabBuffers",
-    "SlabSpec",
-    "cut_slabs",
-]
 
 TARGET_SLAB_BYTES = 4 << 20
 """A frame of this size costs the least processor time per byte."""

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.messages import KVLayout
     from sglang_tiered.wire.keys import Keys
 
-__all__ = ["DecodePeer", "DecodePeers"]
 
 logger = logging.getLogger(__name__)
 

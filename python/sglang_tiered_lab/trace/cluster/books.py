@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from sglang_tiered.policy.server_costs import RankCosts
     from sglang_tiered_lab.trace.cluster.server import Job, Server
 
-__all__ = ["Books", "Knowledge"]
 
 REPORT_S = 0.25
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.cluster.profiles import Profiles
     from sglang_tiered_lab.trace.replay.server import Request
 
-__all__ = ["add_arguments", "fleet", "read_requests", "run", "share", "simulate"]
 
 MAX_SERVERS = 4096
 MAX_NOISE = 10

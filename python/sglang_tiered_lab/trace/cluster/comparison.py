@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.cluster.plan import Plan
     from sglang_tiered_lab.trace.replay.server import Request
 
-__all__ = ["BUSY", "Comparison", "ratios", "speed_where_busy"]
 
 BUSY = 0.8
 _CLOSE, _NEAR = 0.01, 0.2

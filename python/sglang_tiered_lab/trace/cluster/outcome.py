@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.cluster.plan import Plan
     from sglang_tiered_lab.trace.cluster.server import Job, Server
 
-__all__ = ["TIERS", "Outcome"]
 
 TIERS = ("device", "host", "nvme", "peer", "bucket")
 

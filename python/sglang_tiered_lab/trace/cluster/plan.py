@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.cluster.profiles import Kind
 
-__all__ = ["Change", "Member", "Plan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Member:

@@ -18,8 +18,6 @@ import msgspec
 from sglang_tiered.errors import ConfigError
 from sglang_tiered_lab.trace.replay.timing import Hardware
 
-__all__ = ["Kind", "Profiles", "load_profiles"]
-
 # Bounded, so that no product or quotient of them overflows.
 _Positive = Annotated[float, msgspec.Meta(ge=1e-9, le=1e18)]
 _Source = Annotated[str, msgspec.Meta(min_length=1)]

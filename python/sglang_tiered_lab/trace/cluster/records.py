@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sglang_tiered.policy.cost_model import CostModel
     from sglang_tiered_lab.trace.cluster.server import Server
 
-__all__ = ["Reporter"]
 
 MAX_REQUESTS = 1 << 12
 _ROLES = {"both": "aggregated", "prefill": "prefill", "decode": "decode"}

@@ -8,7 +8,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.config import format_bytes
+from sglang_tiered.flags import format_bytes
 from sglang_tiered.tools.machine import describe_machine
 from sglang_tiered.tools.terminal import print_lines, print_table
 from sglang_tiered_lab.trace.cluster.comparison import ratios
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.cluster.outcome import Outcome
     from sglang_tiered_lab.trace.cluster.plan import Plan
-
-__all__ = ["describe_fleet", "draw", "print_outcomes", "write_json"]
 
 
 def describe_fleet(plan: Plan) -> str:

@@ -13,7 +13,6 @@ from sglang_tiered.policy.routing import Held
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Expected", "Matches", "Residency", "numbers"]
 
 DEVICE, HOST, NVME = range(3)
 

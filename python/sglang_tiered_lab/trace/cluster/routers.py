@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.cluster.books import Books
     from sglang_tiered_lab.trace.cluster.server import Job, Server
 
-__all__ = ["Router", "Tuning", "make_router"]
 
 BLOCK_TOKENS = 64  # Dynamo counts in blocks of the servers' pages
 TREE_TOKENS = (1 << 26) // 4

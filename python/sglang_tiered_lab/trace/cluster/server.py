@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.cluster.profiles import Kind
     from sglang_tiered_lab.trace.replay.server import Request
 
-__all__ = ["Job", "Server", "make_costs"]
 
 MAX_LOST = 8
 """Times that a load is planned again before its job is prefilled with what there is; SGLang's

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.cluster.plan import Plan
     from sglang_tiered_lab.trace.replay.server import Request
 
-__all__ = ["Simulation", "run_cluster"]
-
 
 _SERVER, _HANDED, _CHANGE, _TIMER = range(4)
 

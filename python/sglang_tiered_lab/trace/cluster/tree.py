@@ -17,7 +17,6 @@ from sglang_tiered_lab.trace.replay.lru import LruTier
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["HostMemory", "NodeTier", "Nodes", "SharedBlocks"]
 
 SMALL_RATIO = 5 / 4  # as in ``integration``: below this multiple of the device it keeps nothing
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.replay.timing import Hardware
     from sglang_tiered_lab.trace.replay.totals import Totals
 
-__all__ = ["BeladyStack", "MinCache", "RunCursor"]
-
 
 class RunCursor:
     """Holds the next uses of the requests, in their order, for all servers of a replay."""

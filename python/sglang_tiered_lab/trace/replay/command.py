@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.replay.sizes import TierSizes
     from sglang_tiered_lab.trace.replay.stream import TraceStream
 
-__all__ = ["add_arguments", "run"]
 
 # Flags that change one figure of the hardware: the field they set, and what it is.
 _FIGURES = {

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["Copies", "CopiesBuilder", "Row", "mix"]
 
 _WINDOW_REQUESTS = 200_000
 _MASK = (1 << 64) - 1

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sglang_tiered_lab.trace.replay.timing import Hardware
 
-__all__ = ["Disk"]
-
 
 class Disk:
     """Models one device of one server: at most one load and one store at work, loads in order of

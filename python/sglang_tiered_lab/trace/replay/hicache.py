@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.replay.timing import Hardware
     from sglang_tiered_lab.trace.replay.totals import Totals
 
-__all__ = ["HiCacheStack"]
 
 FETCH_THRESHOLD_TOKENS = 256
 LOADING_SHARE = 0.5

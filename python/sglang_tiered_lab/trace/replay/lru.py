@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.replay.timing import Hardware
     from sglang_tiered_lab.trace.replay.totals import Totals
 
-__all__ = ["LruStack", "LruTier", "lengths_of"]
-
 
 def lengths_of(num_units: int, input_tokens: int, unit_tokens: int) -> list[int]:
     """Return the tokens of each unit of a prompt; only the last may be filled in part."""

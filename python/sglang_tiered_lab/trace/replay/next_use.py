@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["NextUse"]
 
 _NUM_FILES = 64
 _BUFFERED = 2_000_000  # accesses

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.replay.runner import Replay, Run
 
-__all__ = ["draw", "require"]
 
 _SUFFIXES = (".png", ".pdf", ".svg")
 

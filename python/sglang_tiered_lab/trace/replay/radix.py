@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.replay.timing import Hardware
     from sglang_tiered_lab.trace.replay.totals import Totals
 
-__all__ = ["RadixStack", "Store"]
-
 
 _MAX_PASSED_TOKENS = 1 << 15
 """On the device, that one eviction looks beyond, before it takes the host tier for full."""

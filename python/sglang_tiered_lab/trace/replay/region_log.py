@@ -30,7 +30,6 @@ from sglang_tiered.storage.region.reclaim import ReinsertionCredit
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["RegionLog"]
 
 _MAX_HITS = 255  # the index counts in a byte
 

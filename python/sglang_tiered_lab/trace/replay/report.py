@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.config import format_bytes
+from sglang_tiered.flags import format_bytes
 from sglang_tiered.tools.machine import describe_machine
 from sglang_tiered.tools.terminal import print_lines, print_table
 from sglang_tiered_lab.trace.replay.totals import TIERS
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered_lab.trace.replay.runner import Replay, Run
 
-__all__ = ["print_runs", "ratios", "write_json"]
 
 _REFERENCES = ("lru", "hicache", "belady", "infinite")
 

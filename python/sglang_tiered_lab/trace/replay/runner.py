@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.replay.stream import TraceStream
     from sglang_tiered_lab.trace.replay.timing import Hardware
 
-__all__ = ["Replay", "Run", "check_sizes", "num_steps", "replay"]
 
 FORESEEING = ("belady", "infinite")
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.replay.timing import Hardware
     from sglang_tiered_lab.trace.replay.totals import Totals
 
-__all__ = ["Job", "Match", "Request", "Server", "Stack"]
-
 
 class Request(NamedTuple):
     """``units`` names the prompt's parts of equal length, the last one filled in part; equal names

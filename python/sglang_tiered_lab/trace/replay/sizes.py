@@ -14,7 +14,6 @@ from sglang_tiered.storage.region.format import MIN_REGION_BYTES, max_page_bytes
 if TYPE_CHECKING:
     from sglang_tiered_lab.trace.replay.timing import Hardware
 
-__all__ = ["TierSizes", "parse_size", "region_bytes_for"]
 
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _TOKENS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMG]?)tok\s*")

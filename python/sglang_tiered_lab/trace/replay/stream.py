@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.inputs import Input
     from sglang_tiered_lab.trace.request import TraceRequest
 
-__all__ = ["RETURNING_TOKENS", "Survey", "TraceStream"]
 
 RETURNING_TOKENS = 1024
 """A request that shares this much with an earlier one is a returning turn: more than a system

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from sglang_tiered_lab.trace.replay.timing import Hardware
     from sglang_tiered_lab.trace.replay.totals import Totals
 
-__all__ = ["PAGE_TOKENS", "TieredStack", "page_keys"]
 
 # As in ``integration``, which cannot be imported without SGLang; a test compares them.
 STALE_AFTER_S = 3.0

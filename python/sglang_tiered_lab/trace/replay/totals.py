@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-__all__ = ["TIERS", "Distribution", "Totals"]
-
 TIERS = ("device", "host", "nvme")
 
 _STEPS = 100  # bins per factor of e: a percentile is right to 0.5%

@@ -17,8 +17,8 @@ from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversations import prefix_of_body, prefixes_of_body
 from sglang_tiered.integration.admin.pin_notes import keepers
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
-from sglang_tiered.integration.identity.tenants import NO_TENANT, tenant_digest
-from sglang_tiered.storage.base import PinRefusal, Tier
+from sglang_tiered.integration.identity.tenants import tenant_digest
+from sglang_tiered.storage.base import NO_TENANT, PinRefusal, Tier
 
 if TYPE_CHECKING:
     from array import array

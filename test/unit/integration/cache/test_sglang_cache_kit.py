@@ -26,7 +26,8 @@ from sglang.test.kits.unified_radix_cache.storage import (
     aux_storage_key_transfers,
 )
 
-from sglang_tiered.config import ENVIRONMENT_VARIABLE, MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.config import ENVIRONMENT_VARIABLE, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.flags import MiB
 from sglang_tiered.integration.cache import prefill_times as prefill_prior
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity import namespace

@@ -22,8 +22,8 @@ from sglang_pools import LAYOUT, PAGE, PAGES, extent, heads_pools, latent_pools
 from storages import Storages
 
 from sglang_tiered.codecs import make_codec
-from sglang_tiered.config import MiB
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import MiB
 from sglang_tiered.integration.cache.host_size import target_host_bytes
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.integration.storage.host_pages import check_codec, page_layout, page_segments

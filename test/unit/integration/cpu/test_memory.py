@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sglang_tiered import launch_server
-from sglang_tiered.config import GiB, MiB
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import GiB, MiB
 from sglang_tiered.integration import plugin
 from sglang_tiered.integration.cache import host_size
 from sglang_tiered.integration.cpu import memory

@@ -29,7 +29,8 @@ from sglang.srt.runtime_context import get_context, get_parallel
 
 from kit.waiting import eventually
 from server_process import free_port
-from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode, TransferConfig
+from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode, TransferConfig
+from sglang_tiered.flags import MiB
 from sglang_tiered.integration.disaggregation.handoffs import Handoffs, WeightUpdate
 from sglang_tiered.integration.disaggregation.manager import (
     ZmqKVReceiver,

@@ -17,7 +17,8 @@ from sglang.srt.managers.schedule_batch import (
     MultimodalProcessorOutput,
 )
 
-from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.flags import MiB
 
 OF_ANOTHER = 0x1234
 VOCABULARY = 128

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_tiered.config import MiB, NvmeConfig, TieredConfig, TierMode
+from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import MiB
 from sglang_tiered.integration.cpu.platform import ReferenceCpuPlatform
 from sglang_tiered.integration.launch import start
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from sglang_tiered import launch_server
-from sglang_tiered.config import GiB, MiB, NvmeConfig, TierMode
+from sglang_tiered.config import NvmeConfig, TierMode
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.flags import flags_of
+from sglang_tiered.flags import GiB, MiB, flags_of
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
 from sglang_tiered.integration.launch import resolve as server_args
 from sglang_tiered.integration.launch.resolve import resolve_object

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from sglang_tiered.config import MiB, TieredConfig, TierMode, TransferConfig
+from sglang_tiered.config import TieredConfig, TierMode, TransferConfig
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import MiB
 from sglang_tiered.integration.launch.resolve import (
     added_arguments,
     resolve_transfer,

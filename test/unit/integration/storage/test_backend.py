@@ -21,8 +21,8 @@ from storages import Storages
 
 from kit.waiting import eventually
 from sglang_tiered.checksummed import seal, unseal
-from sglang_tiered.config import MiB
 from sglang_tiered.errors import ConfigError, StoreLockedError
+from sglang_tiered.flags import MiB
 from sglang_tiered.integration.admin.conversations import make_durable
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.model import identify_model

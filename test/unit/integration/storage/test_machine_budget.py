@@ -15,12 +15,11 @@ from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.storage.machine_budget import MachineBudget, check_budget
-from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.base import PinRefusal, Reason, Run
 from sglang_tiered.storage.machine_budget import BudgetRecords, Table
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.format import region_name
-from sglang_tiered.storage.region.pins import PinRefusal
 from sglang_tiered.storage.region.reclaim import CapacityControl
 
 PAGE = 4096

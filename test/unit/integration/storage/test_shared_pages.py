@@ -17,8 +17,8 @@ from sglang_pools import PAGE, heads_pools, latent_pools
 from storages import Storages
 
 from kit.waiting import eventually
-from sglang_tiered.config import MiB
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.flags import MiB
 from sglang_tiered.integration.admin.conversations import make_durable
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.observe.stats import process_stats

@@ -17,8 +17,8 @@ from sglang_tiered.sharing.pages.messages import (
     MAX_PAGE_BYTES,
     MAX_REQUEST_PAGES,
     VERSION_FRAME,
-    encode,
 )
+from sglang_tiered.wire.sockets import encode
 
 NAMESPACE = b"n" * 32
 

@@ -11,10 +11,9 @@ from kit.faulty import FaultyDevice
 from kit.runs import make_run, of
 from kit.tiers import load, open_region, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
-from sglang_tiered.storage.base import NO_TENANT, Run
+from sglang_tiered.storage.base import NO_TENANT, PinRefusal, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.device import FileDevice
-from sglang_tiered.storage.region.pins import PinRefusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,11 +13,10 @@ from kit.faulty import FaultyDevice
 from kit.runs import OTHER_NAMESPACE, make_run
 from kit.tiers import close_whole, load, loads, open_region, store
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import Erasure, Reason, Run, Stop
+from sglang_tiered.storage.base import Erasure, PinRefusal, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
-from sglang_tiered.storage.region.pins import PinRefusal
 
 REGION = 64 * 1024
 

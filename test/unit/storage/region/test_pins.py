@@ -11,10 +11,9 @@ import pytest
 from kit.runs import make_run, of
 from kit.tiers import close_whole, load, loads, open_region, store
 from kit.waiting import TIMEOUT_S
-from sglang_tiered.storage.base import Reason, Run
+from sglang_tiered.storage.base import PinRefusal, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, pins, state
-from sglang_tiered.storage.region.pins import PinRefusal
 
 PAGE = 4096
 REGION = 64 * PAGE

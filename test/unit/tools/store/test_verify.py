@@ -15,7 +15,7 @@ import pytest
 from kit.commands import Cli
 from kit.runs import make_run
 from kit.stores import REGION, SIZES, flip, open_engine, store
-from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.base import Erasure, PinRefusal
 from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.files import ERASED_NAME, PIN_PREFIX
 from sglang_tiered.storage.region.format import (
@@ -30,7 +30,6 @@ from sglang_tiered.storage.region.format import (
     unpack_footer,
     unpack_region_header,
 )
-from sglang_tiered.storage.region.pins import PinRefusal
 from sglang_tiered.tools.store.scan import ScannedRegion
 
 FIRST = region_name(0)
