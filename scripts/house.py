@@ -27,9 +27,9 @@ HELD = {
     f"docstring sentences over {MAX_WORDS} words": 0,
     "lines of the longest file": 600,
     "product files of the largest folder": 23,
-    "laboratory lines": 10_690,
-    "kernel lines": 3_340,
-    "benchmark lines": 18_400,
+    "laboratory lines": 10_590,
+    "kernel lines": 3_280,
+    "benchmark lines": 18_230,
     "test lines": 59_420,
     "Markdown bytes": 230_490,
 }
