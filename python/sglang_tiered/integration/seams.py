@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sglang_tiered.integration import compat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 
 _HERE = Path(__file__).parent
@@ -45,27 +45,6 @@ class Seam:
     found: str = ""
 
 
-@dataclass(frozen=True)
-class Import:
-    """``from module import name`` in a module of ours."""
-
-    module: str
-    name: str
-    where: str
-
-
-def compare_all() -> list[Seam]:
-    """Compare everything. Imports most of SGLang."""
-    seams: list[Seam] = []
-    for where, table in tables():
-        if isinstance(table, ImportError):
-            seams.append(Seam(f"table of {where}", where, "unchecked", found=str(table)))
-            continue
-        seams += compare(table, where)
-    seams += _compare_imports(imports_of(_HERE))
-    return seams
-
-
 def compare(signatures: Mapping[str, tuple[str, ...]], where: str) -> list[Seam]:
     """Compare each signature of a table."""
     return [_compared(target, expected, where) for target, expected in signatures.items()]
@@ -74,14 +53,14 @@ def compare(signatures: Mapping[str, tuple[str, ...]], where: str) -> list[Seam]
 def _compared(target: str, expected: tuple[str, ...], where: str) -> Seam:
     wanted = f"({', '.join(expected)})"
     try:
-        difference = compat.difference(target, expected)
+        found = compat.parameters_of(target)
     except ImportError as error:  # of a package that SGLang requires on other machines
         return Seam(target, where, "unchecked", wanted, str(error))
-    if difference is None:
+    if isinstance(found, str):
+        return Seam(target, where, "missing", wanted, found)
+    if {*expected} <= {*found}:
         return Seam(target, where, "ok", wanted)
-    if difference.found is None:
-        return Seam(target, where, "missing", wanted, difference.reason)
-    return Seam(target, where, "changed", wanted, f"({', '.join(difference.found)})")
+    return Seam(target, where, "changed", wanted, f"({', '.join(found)})")
 
 
 def tables() -> Iterator[tuple[str, Mapping[str, tuple[str, ...]] | ImportError]]:
@@ -120,19 +99,16 @@ def _module_of(path: Path) -> str:
 # ---- Imports ----
 
 
-def imports_of(folder: Path) -> list[Import]:
-    """What the modules below a folder import of SGLang, in functions too, but not for types."""
-    found: list[Import] = []
+def imports_of(folder: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield module, name ("" for the module itself) and importer of what the modules below a folder
+    import of SGLang, in functions too, but not for types."""
     for path in sorted(folder.rglob("*.py")):
-        where = ".".join(path.relative_to(folder).with_suffix("").parts)
+        where = _module_of(path)
         for node in _executed(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and _is_sglang(node.module):
-                found += [Import(str(node.module), name.name, where) for name in node.names]
+                yield from ((str(node.module), name.name, where) for name in node.names)
             elif isinstance(node, ast.Import):
-                found += [
-                    Import(name.name, "", where) for name in node.names if _is_sglang(name.name)
-                ]
-    return found
+                yield from ((name.name, "", where) for name in node.names if _is_sglang(name.name))
 
 
 def _is_sglang(module: str | None) -> bool:
@@ -148,13 +124,6 @@ def _executed(node: ast.AST) -> Iterator[ast.AST]:
         yield from _executed(child)
 
 
-def _compare_imports(imports: Iterable[Import]) -> list[Seam]:
-    importers: dict[tuple[str, str], str] = {}
-    for found in imports:
-        importers.setdefault((found.module, found.name), f"{_PACKAGE}.{found.where}")
-    return [_imported(module, name, where) for (module, name), where in importers.items()]
-
-
 def _imported(module: str, name: str, where: str) -> Seam:
     label = f"from {module} import {name}" if name else f"import {module}"
     try:
@@ -162,33 +131,44 @@ def _imported(module: str, name: str, where: str) -> Seam:
         if name and not hasattr(found, name):
             importlib.import_module(f"{module}.{name}")
     except ImportError as error:
-        if compat.of_sglang(error):
-            return Seam(label, where, "missing", found=str(error))
-        return Seam(label, where, "unchecked", found=str(error))
+        status: Status = "missing" if compat.of_sglang(error) else "unchecked"
+        return Seam(label, where, status, found=str(error))
     return Seam(label, where, "ok")
 
 
 # ---- As a program ----
 
 
-def _loaded(start: Callable[[], object]) -> str:
-    """Run one step of the plugin: the sentence it fails with, empty if it does not."""
-    try:
-        start()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def compare_all() -> list[Seam]:
+    """Compare everything. Imports most of SGLang."""
+    seams: list[Seam] = []
+    for where, table in tables():
+        if isinstance(table, ImportError):
+            seams.append(Seam(f"table of {where}", where, "unchecked", found=str(table)))
+        else:
+            seams += compare(table, where)
+    importers: dict[tuple[str, str], str] = {}
+    for module, name, where in imports_of(_HERE):
+        importers.setdefault((module, name), where)
+    return seams + [_imported(*imported, where) for imported, where in importers.items()]
 
 
 def report() -> dict[str, Any]:
     """Load the plugin as a server does and compare everything: what ``main`` prints."""
     from sglang_tiered.integration import plugin
 
-    failure = _loaded(plugin.activate_platform)
+    def problem(start: Callable[[], object]) -> str:
+        try:
+            start()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    failure = problem(plugin.activate_platform)
     seams = compare_all()
     return {
         "version": importlib.metadata.version("sglang"),
-        "plugin": failure or _loaded(plugin.register),
+        "plugin": failure or problem(plugin.register),
         "seams": [asdict(seam) for seam in seams],
     }
 
