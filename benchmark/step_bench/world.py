@@ -31,8 +31,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_context, get_memory, get_parallel
 
-from sglang_tiered.integration.admin.cost_board import CostBoard
-from sglang_tiered.integration.admin.costs import CostPublisher
+from sglang_tiered.integration.admin.costs import CostBoard, CostPublisher
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.launch.resolve import resolve

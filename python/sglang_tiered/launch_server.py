@@ -146,12 +146,10 @@ def _run(server_args: Any, config: TieredConfig) -> None:
         return
     with _collecting_nothing():
         from sglang.srt.entrypoints.http_server import app, get_global_state, launch_server
-        from sglang.srt.runtime_context import num_dp_ranks_of
 
-        from sglang_tiered.integration.admin.cost_board import CostBoard
-        from sglang_tiered.integration.admin.costs import num_local_ranks
+        from sglang_tiered.integration.admin.costs import CostBoard
         from sglang_tiered.integration.admin.http_api import add_routes
-        from sglang_tiered.integration.admin.keys import take_orders
+        from sglang_tiered.integration.admin.role_switch import take_orders
         from sglang_tiered.integration.cpu import processes
 
         resolved, config = start.check(server_args, config)
@@ -163,7 +161,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
     start.remove_other_shards(config)
     if resolved.numa_node is None:  # SGLang binds spawned processes only
         processes.fork_from_here(resolved.device)
-    with CostBoard.create(num_dp_ranks_of(resolved), num_local_ranks(resolved)) as board:
+    with CostBoard.of_server(resolved) as board:
         board.to_environment()
         has_key = bool(resolved.api_key or resolved.admin_api_key)
         add_routes(app, board, config, has_key=has_key)

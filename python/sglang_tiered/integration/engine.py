@@ -31,9 +31,8 @@ from sglang_tiered.client.calls import SyncCalls
 from sglang_tiered.config import ENVIRONMENT_VARIABLE
 from sglang_tiered.errors import ConfigError, RequestError
 from sglang_tiered.integration.admin import service
-from sglang_tiered.integration.admin.cost_board import ENVIRONMENT_VARIABLE as COSTS_VARIABLE
-from sglang_tiered.integration.admin.cost_board import CostBoard
-from sglang_tiered.integration.admin.costs import num_local_ranks, server_costs
+from sglang_tiered.integration.admin.costs import ENVIRONMENT_VARIABLE as COSTS_VARIABLE
+from sglang_tiered.integration.admin.costs import CostBoard, server_costs
 from sglang_tiered.integration.launch import start
 
 start.prepare()  # before anything of SGLang is imported
@@ -41,7 +40,6 @@ start.prepare()  # before anything of SGLang is imported
 from sglang.srt.arg_groups.arg_utils import record_fields  # noqa: E402
 from sglang.srt.entrypoints.engine import Engine as SglangEngine  # noqa: E402
 from sglang.srt.managers.io_struct import ShutdownReq  # noqa: E402
-from sglang.srt.runtime_context import num_dp_ranks_of  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes  # noqa: E402
 
@@ -265,9 +263,7 @@ def _prepare_tiers(server_args: ServerArgs, config: TieredConfig, held: ExitStac
     config.to_environment()
     held.callback(os.environ.pop, ENVIRONMENT_VARIABLE, None)
     start.remove_other_shards(config)
-    board = held.enter_context(
-        CostBoard.create(num_dp_ranks_of(settings), num_local_ranks(settings))
-    )
+    board = held.enter_context(CostBoard.of_server(settings))
     board.to_environment()
     held.callback(os.environ.pop, COSTS_VARIABLE, None)
     return board

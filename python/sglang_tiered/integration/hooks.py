@@ -145,8 +145,7 @@ class Hooks:
         """Yield every hook with its target and kind."""
         from sglang.srt.plugins.hook_registry import HookType
 
-        from sglang_tiered.integration.admin.keys import around_auth
-        from sglang_tiered.integration.admin.role_switch import around_switch
+        from sglang_tiered.integration.admin.role_switch import around_auth, around_switch
         from sglang_tiered.integration.disaggregation import decode_loads, request_rooms
 
         yielding = self._yielding

@@ -27,8 +27,7 @@ from sglang_tiered.integration.admin.conversations import (
     residency,
     tenant_of_body,
 )
-from sglang_tiered.integration.admin.cost_board import CostBoard
-from sglang_tiered.integration.admin.costs import CostPublisher
+from sglang_tiered.integration.admin.costs import CostBoard, CostPublisher
 from sglang_tiered.integration.admin.listing import conversations, tenants
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.hints import EMPTIED, WEIGHTS

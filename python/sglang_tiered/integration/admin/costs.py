@@ -1,24 +1,32 @@
-"""``CostPublisher``: tells what a scheduler has learnt and how busy it is, on the scheduler thread.
+"""What a server tells routers of its costs: ``CostPublisher`` writes in a scheduler, and the HTTP
+process reads (``server_costs``), by way of a ``CostBoard``. No question waits for a scheduler.
 
-It writes a record to the launcher's board at most every ``INTERVAL_S``, where the HTTP process
-reads it: no question ever waits for a scheduler. A record takes constant time, however many
-requests wait: every figure is one that is kept up to date anyway, but for one sum of a tensor.
+A board is anonymous shared memory of the launcher, which its children open through ``/proc``:
+nothing is left behind, however the server ends, and neither side ever waits for the other. Every
+replica has two places and writes into them in turn, so the record before is whole while the next
+one is written. A record is sealed with a checksum, so half a one is not taken for one.
+
+A record is written at most every ``INTERVAL_S``, and takes constant time, however many requests
+wait: every figure is one that is kept up to date anyway, but for one sum of a tensor.
 """
 
 from __future__ import annotations
 
-import bisect
 import ipaddress
 import logging
-import re
+import mmap
+import os
+import secrets
+import struct
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 from urllib.parse import urlsplit
 
-from sglang.srt.disaggregation.kv_events import uses_dynamo_format
-from sglang.srt.runtime_context import describe_kv_events_publisher, num_dp_ranks_of
+import msgspec
+from sglang.srt.runtime_context import num_dp_ranks_of
 
 from sglang_tiered.api import CallError
+from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.config import TierMode
 from sglang_tiered.policy.server_costs import (
     DecodeLoad,
@@ -34,34 +42,153 @@ from sglang_tiered.sharing.addresses import Role, Serving
 from sglang_tiered.storage.base import Health, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, MutableMapping
 
     from sglang_tiered.config import TieredConfig
-    from sglang_tiered.integration.admin.cost_board import CostBoard
     from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
-    from sglang_tiered.integration.cache.tiering import Tiering
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.sharing.peer_tier import PeerTier
 
 
-NOT_PUBLISHED = (
-    "no scheduler of this server has said what its loads cost: it is starting, or its model runs "
-    "without the tiers, as its log says; ask again"
-)
+ENVIRONMENT_VARIABLE = "SGLANG_TIERED_COSTS"
+"""Where the children of a launcher find its board."""
+
+PLACE_BYTES = 4096
+"""A record takes about 1 kB."""
+
 INTERVAL_S = 0.05
 """A router asks every quarter of a second; a record takes 17 microseconds, of decode 7 more."""
-
-MAX_PROMPTS = 4096
-"""Of a list, each of which has a room of its own: the number of the list and its place."""
 
 TIERS_INTERVAL_S = 1.0
 """Of what takes locks of the tiers to know: their health, and what they hold."""
 
 AFTER_ERROR_S = 60.0
 
+NOT_PUBLISHED = (
+    "no scheduler of this server has said what its loads cost: it is starting, or its model runs "
+    "without the tiers, as its log says; ask again"
+)
+
+_NAME = "sglang-tiered-costs"
+_LENGTH = struct.Struct("<I")
 _ROLES = {"null": "aggregated", "prefill": "prefill", "decode": "decode"}
 
+_Entry = tuple[int, float, RankCosts]
+"""A record behind its number and the time of the snapshot by the machine's monotonic clock."""
+
 logger = logging.getLogger(__name__)
+
+
+class CostBoard:
+    """Of ``num_ranks`` data-parallel replicas. One process writes the records of a rank, any number
+    of processes of the same user reads them. Owned by the launcher; closing it there leaves what
+    others have opened."""
+
+    def __init__(self, descriptor: int, num_ranks: int, boot: str) -> None:
+        self._descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, _size(num_ranks))
+        self.num_ranks = self.num_local_ranks = num_ranks
+        self.boot = boot
+        self._num_written = 0
+
+    @classmethod
+    def of_server(cls, settings: Any) -> CostBoard:
+        """Make the board of a server with these arguments (SGLang's, resolved, no pipeline)."""
+        num_ranks = num_dp_ranks_of(settings)
+        # SGLang spreads the replicas of --dp-size over no machines.
+        num_machines = 1 if settings.dp_size > 1 else settings.nnodes
+        return cls.create(num_ranks, -(-num_ranks // num_machines))
+
+    @classmethod
+    def create(cls, num_ranks: int, num_local_ranks: int | None = None) -> CostBoard:
+        """Make an empty board. ``num_local_ranks`` (all) have their first rank on this machine, and
+        can reach it. Raises ``OSError`` where the system has none."""
+        descriptor = os.memfd_create(_NAME)
+        os.ftruncate(descriptor, _size(num_ranks))
+        board = cls(descriptor, num_ranks, secrets.token_hex(16))
+        board.num_local_ranks = num_local_ranks or num_ranks
+        return board
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> CostBoard | None:
+        """Open the launcher's board; None in a process without one, as on other machines."""
+        told = environment.get(ENVIRONMENT_VARIABLE)
+        if not told:
+            return None
+        path, num_ranks, boot = told.split(":")
+        try:
+            # The launcher may have ended, and its number be another process's by now.
+            is_board = os.readlink(path).startswith(f"/memfd:{_NAME} ")
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC) if is_board else -1
+        except OSError as error:
+            logger.warning("costs are not published: %s cannot be opened (%s)", path, error)
+            return None
+        if is_board and os.fstat(descriptor).st_size == _size(int(num_ranks)):
+            return cls(descriptor, int(num_ranks), boot)
+        if is_board:
+            os.close(descriptor)
+        logger.warning("costs are not published: %s is no board of this server", path)
+        return None
+
+    def to_environment(self, environment: MutableMapping[str, str] = os.environ) -> None:
+        """Tell the children of this process where to find it, as long as this process lives."""
+        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        environment[ENVIRONMENT_VARIABLE] = f"{path}:{self.num_ranks}:{self.boot}"
+
+    def write(self, costs: RankCosts, clock_s: float) -> None:
+        """Replace the record of ``costs.rank``, of a snapshot taken at ``clock_s`` of
+        ``time.monotonic``. Raises ``ValueError`` for a record without a place."""
+        self._num_written += 1
+        data = seal((self._num_written, clock_s, costs))
+        if costs.rank >= self.num_ranks or len(data) > PLACE_BYTES - _LENGTH.size:
+            raise ValueError(
+                f"there is no place for {len(data)} bytes of rank {costs.rank}: the board has "
+                f"{self.num_ranks} ranks of {PLACE_BYTES} bytes"
+            )
+        start = _start(costs.rank, self._num_written % 2)
+        _LENGTH.pack_into(self._memory, start, len(data))
+        start += _LENGTH.size
+        self._memory[start : start + len(data)] = data
+
+    def read(self, clock: Callable[[], float] = time.monotonic) -> tuple[RankCosts, ...]:
+        """Return the last record of every rank that has written one, each with its age."""
+        entries = []
+        for rank in range(self.num_ranks):
+            found = [self._entry(_start(rank, turn)) for turn in range(2)]
+            whole = [entry for entry in found if entry is not None]
+            entries += sorted(whole, key=lambda entry: entry[0])[-1:]
+        now = clock()
+        return tuple(
+            msgspec.structs.replace(costs, age_s=max(0.0, now - clock_s))
+            for _, clock_s, costs in entries
+        )
+
+    def _entry(self, start: int) -> _Entry | None:
+        (length,) = _LENGTH.unpack_from(self._memory, start)
+        start += _LENGTH.size
+        data = self._memory[start : start + min(length, PLACE_BYTES)]
+        return unseal(data, cast("type[_Entry]", _Entry))
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        if self._descriptor >= 0:
+            self._memory.close()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _size(num_ranks: int) -> int:
+    return 2 * num_ranks * PLACE_BYTES
+
+
+def _start(rank: int, turn: int) -> int:
+    return (2 * rank + turn) * PLACE_BYTES
 
 
 def server_costs(
@@ -69,7 +196,7 @@ def server_costs(
 ) -> ServerCosts:
     """Return what the schedulers wrote last. Reads memory only. Raises ``CallError`` where nothing
     is learnt (404), and before the first record (503)."""
-    problem = why_no_costs(config)
+    problem = _why_no_costs(config)
     if problem is not None:
         raise CallError(problem, 404)
     ranks = board.read()
@@ -84,46 +211,7 @@ def server_costs(
     )
 
 
-def abort_rooms(manager: Any, told: str) -> None:
-    """Abort requests on prefill that decode will never ask for, by their clients' numbers with
-    commas between them. They would wait a minute, as a mirrored request has no client."""
-    numbers = [int(word) for word in told.split(",") if re.fullmatch("[0-9]{1,19}", word)]
-    numbers.sort()
-    for rid, state in list(manager.rid_to_state.items()) if numbers else ():
-        room = getattr(state.obj, "bootstrap_room", None)
-        if room is None or not state.dispatched:  # a request is aborted once, and not known yet
-            continue
-        at = bisect.bisect_right(numbers, room) - 1
-        if at >= 0 and room - numbers[at] < MAX_PROMPTS:
-            manager.abort_request(rid)
-
-
-def event_source(settings: Any) -> EventSource | None:
-    """Return where a server with these arguments (SGLang's) publishes KV events, None where it
-    publishes none, or not over TCP."""
-    told = describe_kv_events_publisher(settings)
-    if told is None:
-        return None
-    return EventSource(
-        told["endpoint_host"],
-        told["endpoint_port_base"],
-        told["topic"],
-        told.get("replay_endpoint_port_base"),
-        uses_dynamo_format(settings.kv_events_config),
-    )
-
-
-def num_local_ranks(settings: Any) -> int:
-    """Return how many data-parallel replicas have their first rank on the first of the machines
-    that ``settings`` (SGLang's, resolved, without a pipeline) spread them over."""
-    num_ranks: int = num_dp_ranks_of(settings)
-    if settings.dp_size > 1:  # SGLang spreads those over no machines
-        return num_ranks
-    num_machines: int = settings.nnodes
-    return -(-num_ranks // num_machines)
-
-
-def why_no_costs(config: TieredConfig) -> str | None:
+def _why_no_costs(config: TieredConfig) -> str | None:
     """Return why no scheduler with this configuration learns costs, in one sentence; None if they
     do."""
     if config.mode is not TierMode.NVME:
@@ -155,20 +243,12 @@ class CostPublisher:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         assert cache.tiering is not None
-        config = cache.config
-        peers = None if config is None else config.peers
-        nvme = None if config is None else config.nvme
-        self._scheduler = scheduler
-        self._cache = cache
-        self._tiering: Tiering = cache.tiering
-        self._board = board
-        self._rank = rank
-        self._always_loads = nvme is not None and nvme.always_load
-        self._keyed = peers is not None and peers.keys_directory is not None
-        self._interval_s = interval_s
+        self._scheduler, self._cache, self._tiering = scheduler, cache, cache.tiering
+        self._board, self._rank, self._interval_s = board, rank, interval_s
         self._clock, self._wall_clock = clock, wall_clock
         self._due = self._tiers_due = clock()
-        self._states: dict[Tier, _State] = {}
+        # What ``TierPrices`` has behind its prices: whether loads are served, and bytes.
+        self._states: dict[Tier, tuple[Any, ...]] = {}
         self._namespace = ""
         self._announced: PeerTier | None = None  # which tells others where this server is
         self._role = ""  # and what it does, which may be switched
@@ -225,9 +305,10 @@ class CostPublisher:
         host = cache.cache_controller.mem_pool_host
         tiers = {}
         for tier, cost in zip(Tier, costs.transfers, strict=True):
-            prices, state = cast("tuple[float, float]", cost.prices), self._states.get(tier, _NONE)
-            tiers[tier.value] = TierPrices(prices, cost.num_observed, *state)
-        occupied = cache.cache_controller.prefetch_tokens_occupied
+            prices, state = cast("tuple[float, float]", cost.prices), self._states.get(tier)
+            tiers[tier.value] = TierPrices(prices, cost.num_observed, *(state or (False,)))
+        config, occupied = cache.config, cache.cache_controller.prefetch_tokens_occupied
+        nvme, peers = (None, None) if config is None else (config.nvme, config.peers)
         return RankCosts(
             at=self._wall_clock(),
             boot=self._board.boot,
@@ -246,8 +327,8 @@ class CostPublisher:
                 costs.prefill.num_observed,
             ),
             tiers=tiers,
-            always_loads=self._always_loads,
-            keyed=self._keyed,
+            always_loads=nvme is not None and nvme.always_load,
+            keyed=peers is not None and peers.keys_directory is not None,
             queue_wait_s=max(0.0, planner.wait_behind_batch_s),
             running_prefill_s=self._tiering.work.left_s(now) + self._later_chunks_s(),
             service_s=planner.service_s,
@@ -282,18 +363,22 @@ class CostPublisher:
             self._announced = None
             return
         stack, costs = storage.stack, self._tiering.planner.costs
+
+        def note(tier: Tier, health: Health, held: int, most: int | None, stored: int) -> None:
+            self._states[tier] = health is Health.RUNNING, held, most, stored
+
         nvme = stack.nvme.stats()
         held, most = nvme.physical_bytes, nvme.capacity_bytes
-        self._states[Tier.NVME] = _state(nvme.health, held, most, nvme.stored_bytes)
+        note(Tier.NVME, nvme.health, held, most, nvme.stored_bytes)
         if stack.bucket is not None:
             bucket = stack.bucket.stats()
             held, most = bucket.physical_bytes, bucket.capacity_bytes
-            self._states[Tier.OBJECT] = _state(bucket.health, held, most, held)
+            note(Tier.OBJECT, bucket.health, held, most, held)
         peers = cast("PeerTier | None", stack.remote.get(Tier.PEER))
         if peers is not None:
             stats = peers.stats()
             held = stats.num_pages_mirrored * costs.page_tokens * costs.bytes_per_token
-            self._states[Tier.PEER] = _state(stats.health, held, None, held)
+            note(Tier.PEER, stats.health, held, None, held)
             if peers is not self._announced:
                 self._announce(peers)
         self._announced = peers
@@ -311,15 +396,6 @@ class CostPublisher:
             return Serving(url, role, rank, port)
 
         peers.announce_serving(serving)
-
-
-_State = tuple[bool, int | None, int | None, int | None]
-"""What ``TierPrices`` has behind its prices: whether loads are served, and bytes."""
-_NONE: _State = (False, None, None, None)
-
-
-def _state(health: Health, held: int, capacity: int | None, stored: int) -> _State:
-    return health is Health.RUNNING, held, capacity, stored
 
 
 def serving_url(host: str, port: int, *, is_tls: bool, peer_address: str) -> str:

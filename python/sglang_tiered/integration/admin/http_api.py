@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import bisect
 import contextlib
 import functools
 import hashlib
@@ -27,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from fastapi import Request, Response  # noqa: TC002 - FastAPI reads them out of annotations
 from fastapi.responses import HTMLResponse
+from sglang.srt.disaggregation.kv_events import uses_dynamo_format
+from sglang.srt.runtime_context import describe_kv_events_publisher
 
 from sglang_tiered.api import (
     CALLS,
@@ -40,10 +43,10 @@ from sglang_tiered.api import (
     decode,
 )
 from sglang_tiered.integration.admin import service
-from sglang_tiered.integration.admin.costs import abort_rooms, event_source, server_costs
-from sglang_tiered.integration.admin.role_switch import ModelDoor, is_draining
+from sglang_tiered.integration.admin.costs import CostBoard, server_costs
+from sglang_tiered.integration.admin.role_switch import is_draining, model_door
 from sglang_tiered.integration.admin.service import Report
-from sglang_tiered.policy.server_costs import ABANDONED
+from sglang_tiered.policy.server_costs import ABANDONED, EventSource
 from sglang_tiered.request_log import VERSION, RequestRecord, Sources, older
 from sglang_tiered.tools.causes import cause
 
@@ -54,7 +57,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from sglang_tiered.config import TieredConfig
-    from sglang_tiered.integration.admin.cost_board import CostBoard
     from sglang_tiered.request_log import RequestLogConfig
 
     Application = Callable[[Any, Any, Any], Awaitable[None]]
@@ -65,6 +67,9 @@ if TYPE_CHECKING:
 PAGE = "/tier/"
 
 MINUTE_S = 60.0
+
+MAX_PROMPTS = 4096
+"""Of a list, each of which has a room of its own: the number of the list and its place."""
 
 TAIL_BYTES = 1 << 20
 """What is read of all replicas' lines: about 1,700 of them, in some forty milliseconds."""
@@ -81,9 +86,9 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig, *, has_key:
     their costs to ``board``, which the caller keeps open."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    app.add_middleware(ModelDoor)
+    app.add_middleware(model_door)
     build = app.build_middleware_stack
-    app.build_middleware_stack = lambda: _TierPage(build())  # type: ignore[method-assign]
+    app.build_middleware_stack = lambda: _with_page(build())  # type: ignore[method-assign]
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
     others = {CostsCall: _costs(board, config), RequestsCall: _newest(config)}
     for call in CALLS:
@@ -127,8 +132,8 @@ def _costs(board: CostBoard, config: TieredConfig) -> Answer:
 
     async def costs(_: Call, request: Request) -> Report:
         manager = _manager()
-        abort_rooms(manager, request.headers.get(ABANDONED, ""))
-        draining, events = is_draining(manager), event_source(manager.server_args)
+        _abort_rooms(manager, request.headers.get(ABANDONED, ""))
+        draining, events = is_draining(manager), _event_source(manager.server_args)
         try:
             return Report(200, server_costs(board, config, draining=draining, events=events))
         except CallError as error:
@@ -140,6 +145,35 @@ def _costs(board: CostBoard, config: TieredConfig) -> Answer:
             return Report(error.status, {"error": str(error), **part})
 
     return costs
+
+
+def _abort_rooms(manager: Any, told: str) -> None:
+    """Abort requests on prefill that decode will never ask for, by their clients' numbers with
+    commas between them. They would wait a minute, as a mirrored request has no client."""
+    numbers = [int(word) for word in told.split(",") if re.fullmatch("[0-9]{1,19}", word)]
+    numbers.sort()
+    for rid, state in list(manager.rid_to_state.items()) if numbers else ():
+        room = getattr(state.obj, "bootstrap_room", None)
+        if room is None or not state.dispatched:  # a request is aborted once, and not known yet
+            continue
+        at = bisect.bisect_right(numbers, room) - 1
+        if at >= 0 and room - numbers[at] < MAX_PROMPTS:
+            manager.abort_request(rid)
+
+
+def _event_source(settings: Any) -> EventSource | None:
+    """Return where a server with these arguments (SGLang's) publishes KV events, None where it
+    publishes none, or not over TCP."""
+    told = describe_kv_events_publisher(settings)
+    if told is None:
+        return None
+    return EventSource(
+        told["endpoint_host"],
+        told["endpoint_port_base"],
+        told["topic"],
+        told.get("replay_endpoint_port_base"),
+        uses_dynamo_format(settings.kv_events_config),
+    )
 
 
 def _newest(config: TieredConfig) -> Answer:
@@ -235,18 +269,17 @@ def _is_of_another_site(headers: Mapping[str, str]) -> bool:
     return origin is not None and origin.partition("://")[2] != headers.get("host")
 
 
-class _TierPage:
-    """Answers ``GET`` and ``HEAD`` of ``PAGE`` in front of SGLang's application and its keys, and
-    opens nothing else. SGLang decides about keys by a path that it reads out of a URL. That may be
-    another path than is served."""
+def _with_page(app: Application) -> Application:
+    """Return an application that answers ``GET`` and ``HEAD`` of ``PAGE`` in front of SGLang's and
+    its keys, and opens nothing else. SGLang decides about keys by a path that it reads out of a
+    URL. That may be another path than is served."""
 
-    def __init__(self, app: Application) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         is_page = path == PAGE and scope.get("method") in ("GET", "HEAD")
-        await (_page() if is_page else self._app)(scope, receive, send)
+        await (_page() if is_page else app)(scope, receive, send)
+
+    return answer
 
 
 @functools.cache

@@ -18,9 +18,8 @@ from starlette.requests import Request
 from kit.cost_records import record_of
 from sglang_tiered.api import CostsCall
 from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
-from sglang_tiered.integration.admin import cost_board, http_api
-from sglang_tiered.integration.admin.cost_board import CostBoard
-from sglang_tiered.integration.admin.costs import CostPublisher, serving_url
+from sglang_tiered.integration.admin import costs, http_api
+from sglang_tiered.integration.admin.costs import CostBoard, CostPublisher, serving_url
 from sglang_tiered.policy.cost_model import CostModel
 from sglang_tiered.policy.server_costs import ABANDONED, RankCosts, parse_server_costs
 from sglang_tiered.storage.base import Tier
@@ -198,7 +197,7 @@ def test_half_a_record_leaves_the_one_before() -> None:
     with CostBoard.create(1) as board:
         board.write(record(at=1.0), 0.0)
         board.write(record(at=2.0), 0.0)
-        start = cost_board._start(0, 0)  # of the second one
+        start = costs._start(0, 0)  # of the second one
         for place in (start, start + 4, start + 200):
             byte = board._memory[place]
             board._memory[place] = byte ^ 1
@@ -219,16 +218,16 @@ def test_no_other_file_is_taken_for_the_board(tmp_path: Path) -> None:
         assert [found.at for found in board.read()] == [3.0]
     (told,) = environment.values()
     file = tmp_path / "file"
-    file.write_bytes(bytes(4 * cost_board.PLACE_BYTES))
+    file.write_bytes(bytes(4 * costs.PLACE_BYTES))
     with file.open() as opened_file, CostBoard.create(3, 1) as another:  # of another server
         path = f"/proc/{os.getpid()}/fd/{opened_file.fileno()}"
-        other = {cost_board.ENVIRONMENT_VARIABLE: ":".join([path, *told.split(":")[1:]])}
+        other = {costs.ENVIRONMENT_VARIABLE: ":".join([path, *told.split(":")[1:]])}
         another.to_environment(environment)
-        path = environment[cost_board.ENVIRONMENT_VARIABLE].split(":")[0]
-        environment[cost_board.ENVIRONMENT_VARIABLE] = ":".join([path, *told.split(":")[1:]])
+        path = environment[costs.ENVIRONMENT_VARIABLE].split(":")[0]
+        environment[costs.ENVIRONMENT_VARIABLE] = ":".join([path, *told.split(":")[1:]])
         num_open = len(os.listdir("/proc/self/fd"))
         for each in (environment, other):
             assert CostBoard.from_environment(each) is None
         assert len(os.listdir("/proc/self/fd")) == num_open
-    environment[cost_board.ENVIRONMENT_VARIABLE] = told
+    environment[costs.ENVIRONMENT_VARIABLE] = told
     assert CostBoard.from_environment(environment) is None

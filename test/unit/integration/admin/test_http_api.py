@@ -21,7 +21,7 @@ from sglang.srt.utils.auth import add_api_key_middleware, decide_request_auth
 from sglang_tiered.api import CallError, CheckpointCall, RequestsCall, decode
 from sglang_tiered.integration.admin import http_api
 from sglang_tiered.integration.admin.http_api import add_routes
-from sglang_tiered.integration.admin.keys import around_auth
+from sglang_tiered.integration.admin.role_switch import around_auth
 from sglang_tiered.integration.admin.service import Report
 from sglang_tiered.request_log import VERSION, RequestLogConfig
 

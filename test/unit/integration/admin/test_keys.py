@@ -11,8 +11,8 @@ import pytest
 from sglang.srt import runtime_context
 from sglang.srt.utils.auth import AuthLevel, decide_request_auth
 
-from sglang_tiered.integration.admin import keys
-from sglang_tiered.integration.admin.keys import around_auth, ordered_role
+from sglang_tiered.integration.admin import role_switch
+from sglang_tiered.integration.admin.role_switch import around_auth, ordered_role
 from sglang_tiered.policy.server_costs import COSTS_CALL, SWITCH_CALL, costs_key, switch_key
 
 CALLS = (COSTS_CALL, SWITCH_CALL, "GET /tier/tenants", "POST /flush_cache")
@@ -29,15 +29,14 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def boot(monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a server that this process is."""
-    monkeypatch.setattr(keys, "_orders", keys._Orders())
-    keys.take_orders("17" * 16)
+    monkeypatch.setattr(role_switch, "_boot", "17" * 16)
     return "17" * 16
 
 
 def opened(key: str, admin: str | None = None, api: str | None = "own") -> list[str]:
     """The calls that a key opens, which was not used before."""
     allowed = []
-    keys._orders.taken.clear()
+    role_switch._orders.clear()
     for call in CALLS:
         if is_allowed(call, key, admin, api):
             allowed.append(call)
@@ -91,5 +90,5 @@ def test_an_order_is_taken_once(boot: str) -> None:
 
 
 def test_a_server_without_costs_takes_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "_orders", keys._Orders())
+    monkeypatch.setattr(role_switch, "_boot", "")
     assert not opened(switch_key("own", "", "decode", int(time.time()) + 60))

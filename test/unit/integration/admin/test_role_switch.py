@@ -11,7 +11,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import PdRoleSwitchReqInput, PdRoleSwitchReqOutput
 
 from sglang_tiered.integration.admin import role_switch
-from sglang_tiered.integration.admin.role_switch import ModelDoor, around_switch, is_draining
+from sglang_tiered.integration.admin.role_switch import around_switch, is_draining, model_door
 from sglang_tiered.policy.server_costs import FRESH_S, NOT_IDLE, switch_key
 
 DECODE = PdRoleSwitchReqInput(new_role="decode")
@@ -69,7 +69,7 @@ async def ask_door(server: Server, path: str = "/generate", method: str = "POST"
         patch.setattr(http_server, "_global_state", SimpleNamespace(tokenizer_manager=server))
         root = "/llm" if path.startswith("/llm/") else ""  # as uvicorn tells it
         scope = {"type": "http", "path": path, "root_path": root, "method": method}
-        await ModelDoor(app)(scope, server.ended.wait, send)
+        await model_door(app)(scope, server.ended.wait, send)
     return said[0]
 
 
