@@ -18,8 +18,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration.admin.calls import advance
 from sglang_tiered.integration.admin.control import Control, hide_memory
-from sglang_tiered.integration.admin.conversations import WORK_S, prefixes_of_body
-from sglang_tiered.integration.admin.pin_notes import keepers, stored_name
+from sglang_tiered.integration.admin.conversations import WORK_S
+from sglang_tiered.integration.admin.prefixes import keepers, prefixes_of_body, stored_name
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 
 if TYPE_CHECKING:

@@ -14,21 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.api import CallError
 from sglang_tiered.integration.admin.calls import DETACHED, Calls, is_detached, outcome
-from sglang_tiered.integration.admin.conversation_calls import (
+from sglang_tiered.integration.admin.conversations import (
     Forgets,
+    checkpoint,
     forget,
     pin,
     prefetch,
-    unpin,
-)
-from sglang_tiered.integration.admin.conversations import (
-    checkpoint,
-    erasure_of,
     residency,
-    tenant_of_body,
+    unpin,
 )
 from sglang_tiered.integration.admin.costs import CostBoard, CostPublisher
 from sglang_tiered.integration.admin.listing import conversations, tenants
+from sglang_tiered.integration.admin.prefixes import erasure_of, tenant_of_body
 from sglang_tiered.integration.admin.service import CONTROL_PREFIX
 from sglang_tiered.integration.cache.hints import EMPTIED, WEIGHTS
 from sglang_tiered.integration.cache.quiescing import wait_for_loads

@@ -17,14 +17,16 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_tiered.api import ConversationPin
 from sglang_tiered.integration.admin.calls import is_detached, on_thread, store_of
-from sglang_tiered.integration.admin.conversations import key_of, locate, tenant_of_body
-from sglang_tiered.integration.admin.pin_notes import (
+from sglang_tiered.integration.admin.prefixes import (
     NO_NOTE,
-    Pinned,
+    Pages,
     PinNote,
     keepers,
+    key_of,
+    locate,
     pages_of,
     stored_name,
+    tenant_of_body,
     unpack,
 )
 from sglang_tiered.storage.base import Tier
@@ -141,7 +143,7 @@ def _page(
         return [], False
     pinned = _pinned_rows(storage, tenant)
     of_id = {row.id: row for row in pinned if row.id is not None}
-    of_pages: dict[Pinned, list[_ListedRow]] = {}  # of pins without a conversation
+    of_pages: dict[Pages, list[_ListedRow]] = {}  # of pins without a conversation
     for row in pinned:
         pages = row.note.pages(int(cache.page_size))
         if row.id is None and pages[1]:

@@ -184,19 +184,15 @@ class StoreState:
 
     # ---- Pins ----
 
-    def pin(self, pin: Pin, *, only_asks: bool = False) -> PinRefusal | None:
-        """Keep the pages of a pin from now on, in the place of one of the same name, unless that is
-        beyond a bound. ``only_asks``: say whether it is, and change nothing."""
+    def pin_refusal(self, pin: Pin) -> PinRefusal | None:
+        """Return why a pin, in the place of one of the same name, would be beyond a bound."""
         index, freed = self.index, self.pins.freed_by(pin)
         asked = index.held_bytes(key_words(pin.keys), pinned=False)
         pinned = index.pinned_bytes - index.held_bytes(key_words(freed), pinned=True)
         if not self.pins.bound_bytes:
             why = "nothing can be pinned here: the capacity must be three regions or more"
             return PinRefusal(asked, pinned, 0, why)
-        refusal = self.pins.refusal(pin, freed, asked, pinned, max_pins=MAX_PINS, max_keys=MAX_KEYS)
-        if refusal is None and not only_asks:
-            self.unpin([pin.name], adopt=[pin])
-        return refusal
+        return self.pins.refusal(pin, freed, asked, pinned, max_pins=MAX_PINS, max_keys=MAX_KEYS)
 
     def adopt(self, pins: Sequence[Pin]) -> None:
         """Keep the pages of new pins that are held, as far as the bound allows."""

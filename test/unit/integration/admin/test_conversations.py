@@ -12,10 +12,13 @@ from cache_world import PAGE, CacheWorld, cache_world, prompt
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.integration.admin import calls, conversations, listing
-from sglang_tiered.integration.admin import conversation_calls as pins
 from sglang_tiered.integration.admin.control import Control
-from sglang_tiered.integration.admin.conversations import prefix_of_body, prefixes_of_body
-from sglang_tiered.integration.admin.pin_notes import keepers
+from sglang_tiered.integration.admin.prefixes import (
+    keepers,
+    locate,
+    prefix_of_body,
+    prefixes_of_body,
+)
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.storage.base import NO_TENANT, PinRefusal, Tier
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     Open = Callable[[], AbstractContextManager[CacheWorld]]
 
 DEADLINE_S = 60.0
-GONE = {"done": True, "unknown": pins.NO_PIN}
+GONE = {"done": True, "unknown": conversations.NO_PIN}
 A, B = prompt(1, 4), prompt(2, 4)
 
 
@@ -163,7 +166,7 @@ def test_unpin_takes_what_its_prefix_names(world: CacheWorld, ask: Caller) -> No
 
 
 def test_what_was_never_computed_is_not_pinned(world: CacheWorld, ask: Caller) -> None:
-    assert ask.pin(input_ids=list(A)) == {"done": True, "unknown": pins.NOTHING_HELD}
+    assert ask.pin(input_ids=list(A)) == {"done": True, "unknown": conversations.NOTHING_HELD}
     assert ask.rows() == []
     world.compute(A[:PAGE])
     assert ask.pin(input_ids=list(A))["num_missing"] == len(A) - PAGE
@@ -235,7 +238,6 @@ def test_long_list_is_matched_in_steps(
     for rid, tokens in (("1", A), ("2", B)):
         note(world, rid, tokens)
     located: list[Any] = []
-    locate = conversations.locate
     monkeypatch.setattr(listing, "locate", lambda *given: located.append(1) or locate(*given))
     body, most = {"limit": 100, "after": {}}, 0
     answer: dict[str, Any] = {"done": False}
@@ -246,24 +248,22 @@ def test_long_list_is_matched_in_steps(
     assert (most, len(located), len(answer["conversations"])) == (1, 2, 2)
 
 
-def test_pin_refused_once_asked_is_none(
+def test_bound_filled_once_all_agreed_parts_no_ranks(
     world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is still to be stored may fill the bound between."""
+    """What is still to be stored may fill it between, and other ranks have pinned."""
     note(world, "1", A, "chat")
     assert ask.pin(rid="1")["num_missing"] == 0
-    pinned, engine = ask.rows()[0]["pins"], world.cache.storage.region_engine
+    engine = world.cache.storage.region_engine
     note(world, "2", A + B, "chat")
-    asks = engine.pin
+    pin = engine.pin
 
-    def fills(*given: Any, only_asks: bool = False) -> Any:
-        return asks(*given, only_asks=True) if only_asks else PinRefusal(1, 1, 1, "it is full")
+    def fills(*given: Any, **how: bool) -> Any:
+        return pin(*given, **how) if any(how.values()) else PinRefusal(1, 1, 1, "it is full")
 
-    with monkeypatch.context() as full:
-        full.setattr(engine, "pin", fills)
-        answer = ask.pin(rid="2")
-    assert answer["status"] == 503 and ask.rows()[0]["pins"] == pinned
+    monkeypatch.setattr(engine, "pin", fills)
     assert ask.pin(rid="2")["num_tokens"] == len(A + B)
+    assert len(ask.rows()[0]["pins"]) == 1
 
 
 def test_failed_checkpoint_is_told_and_kept(

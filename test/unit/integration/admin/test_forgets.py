@@ -17,9 +17,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tiered.api import CallError
 from sglang_tiered.budgets import WINDOW_S
-from sglang_tiered.integration.admin import conversation_calls, conversations
+from sglang_tiered.integration.admin import conversations
 from sglang_tiered.integration.admin.calls import DETACHED, Calls
-from sglang_tiered.integration.admin.conversation_calls import Forgets, _longest, forget, pin
+from sglang_tiered.integration.admin.conversations import Forgets, _longest, forget, pin
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.storage.base import NO_TENANT
@@ -118,7 +118,7 @@ def test_asking_again_takes_no_other_tenants_allowance(world: CacheWorld) -> Non
 def test_an_hour_later_pages_are_new_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or what was ever forgotten would be kept, and count as asked again."""
     clock, forgets = SimpleNamespace(monotonic=lambda: 0.0), Forgets(3)
-    monkeypatch.setattr(conversation_calls, "time", clock)
+    monkeypatch.setattr(conversations, "time", clock)
 
     def spend() -> None:
         steps = forgets.spend(["a", "b", "c"])

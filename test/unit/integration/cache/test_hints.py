@@ -16,7 +16,7 @@ from kit.clock import Clock
 from sglang_tiered.integration.admin import calls
 from sglang_tiered.integration.admin.calls import Calls
 from sglang_tiered.integration.admin.control import Control
-from sglang_tiered.integration.admin.conversation_calls import prefetch
+from sglang_tiered.integration.admin.conversations import prefetch
 from sglang_tiered.integration.cache import hints as module
 from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.hints import Hints
