@@ -29,8 +29,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
 from sglang_tiered.integration.cache.load_planner import LoadPlanner  # noqa: E402
 from sglang_tiered.integration.identity.tenants import HiddenTenants  # noqa: E402
-from sglang_tiered.integration.observe.request_writer import LineWriter  # noqa: E402
 from sglang_tiered.integration.observe.stories import Stories  # noqa: E402
+from sglang_tiered.integration.observe.story import LineWriter  # noqa: E402
 from sglang_tiered.policy.cost_model import CostModel  # noqa: E402
 from sglang_tiered.storage.base import Tier  # noqa: E402
 from sglang_tiered.storage.stack.tiers import Span  # noqa: E402

@@ -56,11 +56,11 @@ from sglang_tiered.integration.attention.pod import PodAttention
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.disaggregation.handoffs import WeightUpdate
 from sglang_tiered.integration.identity import namespace
-from sglang_tiered.integration.observe.exporter import state_of
 from sglang_tiered.integration.observe.stats import (
     health_reasons,
     holdings,
     manager_of,
+    state_of,
     transfer_stats,
 )
 from sglang_tiered.integration.ranks import least_on_every_rank

@@ -25,7 +25,6 @@ from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYP
 
 from sglang_tiered.integration.cache.load_scheduler import ABSENT, told_end
 from sglang_tiered.integration.cache.loads import PrefetchArguments, allocate_now, restorable_ends
-from sglang_tiered.integration.observe.stats import HintStats
 from sglang_tiered.policy.hints import LIFE_S, PIECE_TOKENS, Hint, HintEnd, HintQueue, piece_length
 
 if TYPE_CHECKING:
@@ -136,12 +135,8 @@ class Hints:
         self._asked: CacheRequestHandle | None = None
         self._piece: Any = None  # SGLang's operation
         self._memory_is_short = False
-        self._num_begun = self._num_tokens_loaded = 0
-        self._ended = dict.fromkeys(HintEnd, 0)
-
-    def stats(self) -> HintStats:
-        """Take a snapshot."""
-        return HintStats(self._num_begun, dict(self._ended), self._num_tokens_loaded)
+        self.num_begun = self.num_tokens_loaded = 0
+        self.ended = dict.fromkeys(HintEnd, 0)
 
     # ---- A hint comes ----
 
@@ -168,7 +163,7 @@ class Hints:
         hinted = Hinted(chain, num_in_memory, num_in_memory + room)
         hinted.last_pages = {hinted.name, chain.hashes[hinted.end // self._cache.page_size - 1]}
         self._queue.add(hinted, room, self._clock())
-        self._num_begun += 1
+        self.num_begun += 1
         return hinted
 
     def why_no_room(self) -> str:
@@ -218,7 +213,7 @@ class Hints:
         self._cache.release_aborted_request(piece.handle)
         hinted.num_loaded += num_loaded
         hinted.num_in_memory += num_loaded
-        self._num_tokens_loaded += num_loaded
+        self.num_tokens_loaded += num_loaded
         was_found = piece.storage_hit_count >= self._cache.prefetch_threshold
         if piece.host_indices is None and was_found:
             self._drop(hinted, NO_MEMORY)
@@ -323,7 +318,7 @@ class Hints:
         self._queue.served(hinted, 0 if hinted.is_used else hinted.num_loaded)
         num_pages = hinted.num_in_memory // self._cache.page_size
         hinted.last_pages.update(hinted.chain.hashes[:num_pages][-1:])
-        self._ended[HintEnd.LOADED] += 1
+        self.ended[HintEnd.LOADED] += 1
         hinted.release()
 
     def _postpone(self, hinted: Hinted) -> None:
@@ -410,7 +405,7 @@ class Hints:
         """Serve a hint no longer."""
         self._let_go(hinted)
         self._queue.drop(hinted, why, self._clock())
-        self._ended[how] += 1
+        self.ended[how] += 1
         hinted.release()
 
     def _end_life(self, hinted: Hinted) -> None:

@@ -49,9 +49,13 @@ from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector, RecentRequests
 from sglang_tiered.integration.identity.request_names import conversation_of
 from sglang_tiered.integration.identity.tenants import SECRET_BITS
-from sglang_tiered.integration.observe.exporter import MetricsExporter, rank_labels
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
-from sglang_tiered.integration.observe.stats import holdings, process_stats
+from sglang_tiered.integration.observe.stats import (
+    MetricsExporter,
+    holdings,
+    process_stats,
+    rank_labels,
+)
 from sglang_tiered.integration.observe.stories import open_notes
 from sglang_tiered.integration.ranks import (
     RankAgreement,

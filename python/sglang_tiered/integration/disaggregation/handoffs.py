@@ -24,8 +24,7 @@ from sglang_tiered.config import cache_directory
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
-from sglang_tiered.integration.observe.exporter import MetricsExporter, rank_labels
-from sglang_tiered.integration.observe.stats import transfer_stats
+from sglang_tiered.integration.observe.stats import MetricsExporter, rank_labels, transfer_stats
 from sglang_tiered.metrics import TRANSFER_METRICS
 
 if TYPE_CHECKING:

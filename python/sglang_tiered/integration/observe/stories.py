@@ -1,7 +1,7 @@
 """``Stories``: the notes of one scheduler on its requests, from the arrival of each to its end.
 
 Moments and figures that are there anyway are noted. A line is made of them, and written, on another
-thread (``request_writer``). Spans are made only where SGLang traces a request (``--enable-trace``).
+thread (``LineWriter``). Spans are made only where SGLang traces a request (``--enable-trace``).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.observability.trace import TraceSliceContext, get_global_tracing_enabled
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_tiered.integration.observe.request_writer import LineWriter
-from sglang_tiered.integration.observe.story import LoadMeter, Story
+from sglang_tiered.integration.observe.story import LineWriter, LoadMeter, Story
 from sglang_tiered.policy.both_ends import parts_of, spans_between
 from sglang_tiered.request_log import (
     Copy,

@@ -119,7 +119,7 @@ def test_hint_brings_a_prompt_once(open_world: Callable[..., CacheWorld], kind: 
     assert hinting.is_at_rest()
     assert kind == "is_eagle" or hinting.num_in_host(LONG) == len(LONG)
     assert hinting.hint(tokens) == DONE, "and again there is nothing to do"
-    stats = hinting.hints.stats()
+    stats = hinting.hints
     assert (stats.num_begun, stats.num_tokens_loaded) == (1, len(LONG))
     assert stats.ended[HintEnd.LOADED] == 1
 
@@ -152,7 +152,7 @@ def test_busy_server_drops_a_hint_at_its_end(
         hinting.clock.now += 2
         hinting.cache.check_hicache_events()
     assert hinting.poll()["status"] == 503 and "60 s" in hinting.poll()["error"]
-    assert hinting.hints.stats().ended[HintEnd.EXPIRED] == 1
+    assert hinting.hints.ended[HintEnd.EXPIRED] == 1
     assert not hinting.hint(LONG)["done"], "its asker was told, and asks anew"
     assert hinting.wait() == DONE
 
@@ -302,7 +302,7 @@ def test_ranks_load_the_shortest_piece(hinting: HintWorld, other: OtherRank) -> 
     hinting.hint(LONG)
     hinting.steps(1)
     assert not hinting.cache.ongoing_prefetch, "the other rank has not answered"
-    hinting.world.until(lambda: hinting.hints.stats().num_tokens_loaded)
+    hinting.world.until(lambda: hinting.hints.num_tokens_loaded)
     assert hinting.num_in_host(LONG) == 3 * PAGE
     other.end = DECLINED
     hinting.world.until(lambda: hinting.poll()["done"])
@@ -322,7 +322,7 @@ def test_another_ranks_clock_ends_a_hint(hinting: HintWorld, other: OtherRank) -
     hinting.hint(LONG)
     hinting.steps(1)
     other.lives = 0
-    hinting.world.until(lambda: hinting.hints.stats().ended[HintEnd.EXPIRED])
+    hinting.world.until(lambda: hinting.hints.ended[HintEnd.EXPIRED])
     assert hinting.poll()["status"] == 503
 
 
@@ -357,7 +357,7 @@ def test_hint_whose_piece_is_evicted_ends(
     hinting.begin()
     with monkeypatch.context() as busy:
         busy.setattr(hinting.cache.tiering.loads, "has_room_ahead", lambda _: False)
-        hinting.world.until(lambda: hinting.hints.stats().num_tokens_loaded)
+        hinting.world.until(lambda: hinting.hints.num_tokens_loaded)
     assert hinting.cache.evict_host(hinting.piece_tokens) == hinting.piece_tokens
     hinting.steps(1)
     assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}

@@ -29,8 +29,8 @@ from small_cache import (
 from zygote import Zygotes
 
 from kit.process_stats import FULL
-from sglang_tiered.integration.observe.exporter import MetricsExporter
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
+from sglang_tiered.integration.observe.stats import MetricsExporter
 from sglang_tiered.metrics import METRICS
 
 DEADLINE_S = 240.0

@@ -12,7 +12,7 @@ import pytest
 
 from kit.process_stats import FULL, PLANNER, STATS, timed, with_engine
 from kit.promtool import check_metrics
-from sglang_tiered.integration.observe.exporter import MetricsExporter
+from sglang_tiered.integration.observe.stats import MetricsExporter
 from sglang_tiered.metrics import BOUNDS_S, METRICS, Durations, MetricKind
 from sglang_tiered.storage.base import Tier, TierStats
 from sglang_tiered.storage.encoding import EncodingStats

@@ -14,8 +14,8 @@ import pytest
 
 from kit.ended_request import ended
 from kit.waiting import eventually
-from sglang_tiered.integration.observe import request_writer as writer_module
-from sglang_tiered.integration.observe.request_writer import CLOSE_S, LineWriter
+from sglang_tiered.integration.observe import story
+from sglang_tiered.integration.observe.story import CLOSE_S, LineWriter
 from sglang_tiered.request_log import open_log
 
 LARGE = 1 << 30
@@ -141,7 +141,7 @@ def test_name_that_became_a_pipe_hangs_nothing(path: Path, monkeypatch: pytest.M
         return descriptor
 
     path.write_bytes(b'{"v":1,"rid":"half')
-    monkeypatch.setattr(writer_module, "open_log", open_and_lose)
+    monkeypatch.setattr(story, "open_log", open_and_lose)
     writer = LineWriter(path, max_bytes=LARGE)
     writer.put(ended("r"))
     writer.close()
