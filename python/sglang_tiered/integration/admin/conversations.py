@@ -255,7 +255,8 @@ def _bring_up(
     NVMe as well. Ends early where NVMe does not take them or no tier serves them."""
     stack = storage.stack
     keys, number = storage.keys_of_pools(hashes), len(hashes)
-    for at, num_bytes in enumerate(_page_bytes(storage)):
+    pools = {PoolName.KV: storage.mem_pool_host, **getattr(storage, "registered_pools", {})}
+    for at, num_bytes in enumerate(map(page_bytes, pools.values())):
         of_pool = keys[at * number : (at + 1) * number]
         pages = zip(
             of_pool, shard.view.contains(of_pool), stack.contains_remote(of_pool), strict=True
@@ -285,14 +286,8 @@ def _wait_until_kept(shard: RegionEngine, keys: Sequence[bytes], deadline: float
     return True
 
 
-def _page_bytes(storage: TieredStorage) -> list[int]:
-    """Return the bytes of a page in each pool, in the order of ``keys_of_pools``."""
-    pools = {PoolName.KV: storage.mem_pool_host, **getattr(storage, "registered_pools", {})}
-    return [page_bytes(pool) for pool in pools.values()]
-
-
 def _leading(held: Sequence[bool]) -> int:
-    return held.index(False) if False in held else len(held)
+    return [*held, False].index(False)
 
 
 # ---- To be kept ----

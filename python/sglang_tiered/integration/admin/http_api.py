@@ -3,9 +3,8 @@ Routes, JSON and statuses: a refusal is ``{"error": SENTENCE}`` with the status 
 ``api.CallError``. API keys are those of ``/flush_cache``; ``GET /tier/costs`` also takes one that
 opens nothing else (``keys``). Without keys a call is refused that comes from another site.
 
-The page is the same file for everybody and holds nothing of a server, so it needs no key. All that
-it shows comes from the calls, whose key the reader types in; the page keeps it in its tab and sends
-it as every client does. A browser never sends it by itself, so no other site can act with it.
+The page needs no key, as it holds nothing of a server (``README.md``). A browser never sends the
+key that a reader types in by itself, so no other site can act with it.
 
 ``GET /tier/requests`` is answered here, from the end of the files of ``--tier-log-requests``. They
 are read when it is asked: no scheduler takes part, and nothing is kept while nobody asks.
@@ -45,7 +44,6 @@ from sglang_tiered.api import (
 from sglang_tiered.integration.admin import service
 from sglang_tiered.integration.admin.costs import CostBoard, server_costs
 from sglang_tiered.integration.admin.role_switch import is_draining, model_door
-from sglang_tiered.integration.admin.service import Report
 from sglang_tiered.policy.server_costs import ABANDONED, EventSource
 from sglang_tiered.request_log import VERSION, RequestRecord, Sources, older
 from sglang_tiered.tools.causes import cause
@@ -57,6 +55,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from sglang_tiered.config import TieredConfig
+    from sglang_tiered.integration.admin.service import Report
     from sglang_tiered.request_log import RequestLogConfig
 
     Application = Callable[[Any, Any, Any], Awaitable[None]]
@@ -115,13 +114,13 @@ def _endpoint(call: type[Call], answer: Answer, *, has_key: bool) -> Endpoint:
             if not has_key and _is_of_another_site(request.headers):
                 raise CallError(OTHER_SITE, 403)
             given = dict(request.query_params) if call.method == "GET" else await _json(request)
-            report = await answer(decode(call, given), request)
+            status, body = await answer(decode(call, given), request)
         except CallError as error:
-            report = Report(error.status, {"error": str(error)})
-        body, is_costs = msgspec.json.encode(report.body), call is CostsCall
+            status, body = error.status, {"error": str(error)}
         # Others say in their sentence when: an hour's allowance is not back in a second.
-        headers = {"Retry-After": "1"} if is_costs and report.status == 503 else None
-        return Response(body, report.status, headers, media_type="application/json")
+        headers = {"Retry-After": "1"} if call is CostsCall and status == 503 else None
+        told = msgspec.json.encode(body)
+        return Response(told, status, headers, media_type="application/json")
 
     return endpoint
 
@@ -135,14 +134,14 @@ def _costs(board: CostBoard, config: TieredConfig) -> Answer:
         _abort_rooms(manager, request.headers.get(ABANDONED, ""))
         draining, events = is_draining(manager), _event_source(manager.server_args)
         try:
-            return Report(200, server_costs(board, config, draining=draining, events=events))
+            return 200, server_costs(board, config, draining=draining, events=events)
         except CallError as error:
             part = {  # what a router must know of a server without costs
                 "disaggregation_mode": manager.disaggregation_mode.value,
                 "disaggregation_bootstrap_port": manager.server_args.disaggregation_bootstrap_port,
                 "draining": draining,
             }
-            return Report(error.status, {"error": str(error), **part})
+            return error.status, {"error": str(error), **part}
 
     return costs
 
@@ -187,7 +186,7 @@ def _newest(config: TieredConfig) -> Answer:
             raise CallError("the lines are being read for somebody else; ask again", 503)
         async with look:
             found = await asyncio.to_thread(newest_requests, config.request_log, call.limit)
-        return Report(200, found)
+        return 200, found
 
     return newest
 

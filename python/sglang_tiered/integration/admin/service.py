@@ -13,7 +13,7 @@ import contextlib
 import json
 import time
 import uuid
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -43,14 +43,11 @@ NOT_FORGOTTEN = (
 
 Answer = dict[str, Any]
 
+Report = tuple[int, Any]
+"""Status and body of what a call answers: 200, or where it is not done yet 503 (ask again) or 202
+(it goes on)."""
+
 _Cursor = Annotated[str, msgspec.Meta(pattern=r"^(?:r[0-9]{1,18}|p[in](?s:.)+)\Z")] | None
-
-
-class Report(NamedTuple):
-    """What a call answers: 200, or where it is not done yet 503 (ask again) or 202 (it goes on)."""
-
-    status: int
-    body: Any
 
 
 async def answer(manager: TokenizerManager, call: api.Call) -> Report:
@@ -85,8 +82,8 @@ async def _forget(manager: TokenizerManager, body: Answer) -> Report:
         "num_tokens": max(each["num_tokens"] for each in known),
     }
     if report["durable"]:
-        return Report(200, report)
-    return Report(503, {"error": NOT_FORGOTTEN, **report})
+        return 200, report
+    return 503, {"error": NOT_FORGOTTEN, **report}
 
 
 async def _with_tokens(manager: TokenizerManager, body: Answer) -> Answer:
@@ -165,11 +162,11 @@ def _purged(answers: Sequence[Answer]) -> Report:
     durable = all(answer["durable"] for answer in _not_failed(answers))
     hidden = any(answer["in_memory"] == "hidden" for answer in answers)
     report = {"durable": durable, "in_memory": "hidden" if hidden else "gone"}
-    return Report(200 if durable else 503, report)
+    return 200 if durable else 503, report
 
 
 def _tenants(answers: Sequence[Answer]) -> Report:
-    return Report(200, [answer["tenants"] for answer in _counted(answers, "tenants")])
+    return 200, [answer["tenants"] for answer in _counted(answers, "tenants")]
 
 
 def _page(answers: Sequence[Answer]) -> Report:
@@ -182,26 +179,26 @@ def _page(answers: Sequence[Answer]) -> Report:
     }
     for name in ("pinned_bytes", "pin_bound_bytes"):
         page[name] = sum(answer[name] for answer in answers)
-    return Report(200, page)
+    return 200, page
 
 
 def _best(answers: Sequence[Answer]) -> Report:
     """With data parallelism a conversation lives in one scheduler: report the best answer."""
     known = _known(answers)
     best = max(known, key=lambda answer: sum(v for v in answer.values() if type(v) is int))
-    return Report(200, _without_done(next(filter(_is_durable, known), best)))
+    return 200, _without_done(next(filter(_is_durable, known), best))
 
 
 def _durable(answers: Sequence[Answer]) -> Report:
-    report = _best(answers)
-    if "num_missing" not in report.body:
+    _, body = _best(answers)
+    if "num_missing" not in body:
         raise CallError("a scheduler is still at the begin of it; ask again", 503)
-    return report._replace(status=200 if any(map(_is_durable, answers)) else 503)
+    return 200 if any(map(_is_durable, answers)) else 503, body
 
 
 def _unpinned(answers: Sequence[Answer]) -> Report:
     done = all(answer["done"] for answer in _known(answers))
-    return Report(200 if done else 503, {"unpinned": done})
+    return 200 if done else 503, {"unpinned": done}
 
 
 def _prefetched(answers: Sequence[Answer]) -> Report:
@@ -209,7 +206,7 @@ def _prefetched(answers: Sequence[Answer]) -> Report:
     known = [a for a in answers if a.get("num_in_memory") or a.get("num_loading")]
     known = known or list(_known(answers))
     best = max(known, key=lambda answer: answer["num_in_memory"] + answer["num_loading"])
-    return Report(200 if all(answer["done"] for answer in known) else 202, _without_done(best))
+    return 200 if all(answer["done"] for answer in known) else 202, _without_done(best)
 
 
 _REPORTS: dict[str, Callable[[Sequence[Answer]], Report]] = {

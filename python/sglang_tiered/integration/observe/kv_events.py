@@ -1,20 +1,15 @@
-"""KV events of the tiers below host memory, in SGLang's own format.
+"""KV events of the tiers below host memory, in SGLang's own stream and format (``README.md``).
 
-SGLang publishes what enters and leaves device memory (medium ``GPU``) and host memory
-(``CPU_PINNED``) with ``--kv-events-config``, for routers of prompts. This adds ``DISK`` for the
-NVMe tier and ``EXTERNAL`` for the object tier to the same stream. A ``BlockStored`` says that a
-page became readable from the tier, a ``BlockRemoved`` that it no longer is. SGLang's own recorder
-makes the blocks, hashes and fields from the tokens and hashes of the radix nodes, so they equal
-those of the events for device and host memory. The nodes themselves are out of reach: SGLang's tree
-is in Rust by default.
+SGLang's own recorder makes the blocks, hashes and fields from the tokens and hashes of the radix
+nodes, so they equal those of its events for device and host memory. The nodes themselves are out of
+reach: SGLang's tree is in Rust by default.
 
 A page is announced when a node that holds it is stored, or is matched and loaded: the event must
-carry its tokens, which are known only then. Pages that earlier processes or other servers left in a
-tier are therefore announced at their first use here. Announced pages are remembered up to a bound,
-those that no tier holds any more too, as they may come back. Beyond it first these go. Then the
-oldest is announced as removed, which costs a router a hit and never misleads it. Every step looks
-some of them up, all in their turn. So a page lost in any way (reclaim, erasing, flaws, a sick disk)
-is noticed within seconds, 20 at most, without a signal from the tiers.
+carry its tokens, which are known only then. Announced pages are remembered up to a bound, those
+that no tier holds any more too, as they may come back. Beyond it first these go. Then the oldest is
+announced as removed, which costs a router a hit and never misleads it. Every step looks some of
+them up, all in their turn. So a page lost in any way (reclaim, erasing, flaws, a sick disk) is
+noticed within seconds, 20 at most, without a signal from the tiers.
 
 With several ranks, rank 0 of each KV cache publishes, as in SGLang; its own shard decides.
 """

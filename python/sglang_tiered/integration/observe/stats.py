@@ -52,10 +52,11 @@ def process_stats(
     ``storage``: None without tiers, and while they are detached. ``tiering``: None without tiers,
     and on a stage of a pipeline. ``held``: see ``holdings``.
     """
-    stats: Stats = {
-        "build": _build(),
-        "holdings": {tier: _bounded(holding) for tier, holding in (held or {}).items()},
-    }
+    bounded = {tier: dict(holding) for tier, holding in (held or {}).items()}
+    for holding in bounded.values():
+        if holding["capacity_bytes"] >= sys.maxsize:  # it has no cap
+            del holding["capacity_bytes"], holding["capacity_tokens"]
+    stats: Stats = {"build": _build(), "holdings": bounded}
     reads: Mapping[Tier, Any] = {}
     if tiering is not None:
         planner = tiering.planner.stats()
@@ -109,12 +110,6 @@ def health_reasons(stats: Stats) -> dict[str, str]:
     return {name: reason for name, reason in found.items() if reason}
 
 
-def _bounded(holding: Mapping[str, int]) -> dict[str, int]:
-    """Leave out the capacity of a tier that has no cap."""
-    is_bounded = holding["capacity_bytes"] < sys.maxsize
-    return {name: n for name, n in holding.items() if is_bounded or not name.startswith("capacity")}
-
-
 @functools.cache
 def _build() -> dict[tuple[str, str], int]:
     """Return the versions of this package and of SGLang, with a 1."""
@@ -160,7 +155,9 @@ def holdings(cache: Any) -> dict[str, dict[str, int]]:
     What is free to be taken again, but found until then, is held.
     """
     group = cache.cache_controller.mem_pool_host
-    host_tokens, host_bytes = int(group.logical_size), _pool_bytes(group)
+    pools = [entry.host_pool for entry in group.entries]
+    host_tokens = int(group.logical_size)
+    host_bytes = sum(int(pool.size * getattr(pool, "size_per_token", 0)) for pool in pools)
 
     def in_tokens(capacity: int, num_free: int) -> dict[str, int]:
         held = capacity - num_free
@@ -181,8 +178,10 @@ def holdings(cache: Any) -> dict[str, dict[str, int]]:
         }
 
     allocator = cache.token_to_kv_pool_allocator
+    # Models with sliding windows have fewer of the window's slots than of the others.
+    num_free = getattr(allocator, "full_available_size", allocator.available_size)
     found = {
-        "device": in_tokens(int(allocator.size_full), _num_free(allocator)),
+        "device": in_tokens(int(allocator.size_full), int(num_free())),
         "host": in_tokens(host_tokens, int(group.available_size())),
     }
     storage = cache.storage
@@ -194,17 +193,6 @@ def holdings(cache: Any) -> dict[str, dict[str, int]]:
         bucket = storage.stack.bucket.stats()
         found["object"] = in_bytes(bucket.capacity_bytes, bucket.physical_bytes, bucket.num_pages)
     return found
-
-
-def _pool_bytes(group: Any) -> int:
-    pools = [entry.host_pool for entry in group.entries]
-    return sum(int(pool.size * getattr(pool, "size_per_token", 0)) for pool in pools)
-
-
-def _num_free(allocator: Any) -> int:
-    """Models with sliding windows have fewer of the window's slots than of the others."""
-    free = getattr(allocator, "full_available_size", allocator.available_size)
-    return int(free())
 
 
 class MetricsExporter:

@@ -1,5 +1,5 @@
-"""``Story``: one request, whose line is filled in as it lives; ``finish``, which completes the line;
-and ``LineWriter``, which writes it on a thread of its own. No SGLang here.
+"""``Story``: one request, whose line is filled in as it lives; ``finish``, which completes it; and
+``LineWriter``, whose thread writes it. No SGLang here.
 
 The scheduler hands over what it knows of a request and goes on; what the thread cannot take is
 dropped and counted. So is what the disk refuses: nothing is tried twice, a line is whole or absent,

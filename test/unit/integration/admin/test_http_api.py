@@ -22,7 +22,6 @@ from sglang_tiered.api import CallError, CheckpointCall, RequestsCall, decode
 from sglang_tiered.integration.admin import http_api
 from sglang_tiered.integration.admin.http_api import add_routes
 from sglang_tiered.integration.admin.role_switch import around_auth
-from sglang_tiered.integration.admin.service import Report
 from sglang_tiered.request_log import VERSION, RequestLogConfig
 
 
@@ -77,8 +76,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., httpx.Response]:
     root = SimpleNamespace(fastapi_root_path="")
     monkeypatch.setattr(runtime_context, "get_serving", lambda: root)
 
-    async def answer(*_: Any) -> Report:
-        return Report(200, {})
+    async def answer(*_: Any) -> Any:
+        return 200, {}
 
     monkeypatch.setattr(http_api, "_ask_schedulers", answer)
 
@@ -123,7 +122,7 @@ def test_nobody_is_told_to_ask_too_early(
 ) -> None:
     """An allowance of an hour is not back in a second."""
 
-    async def refuse(*_: Any) -> Report:
+    async def refuse(*_: Any) -> Any:
         raise CallError("ask again after 3,000 s", 503)
 
     monkeypatch.setattr(http_api, "_ask_schedulers", refuse)

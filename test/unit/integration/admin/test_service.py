@@ -22,7 +22,6 @@ from sglang_tiered.api import (
     UnpinCall,
 )
 from sglang_tiered.integration.admin import service
-from sglang_tiered.integration.admin.service import Report
 
 DONE = {"done": True, "num_tokens": 128, "num_missing": 0}
 UNDER_WAY = {"done": False, "num_tokens": 64, "num_missing": 64}
@@ -51,10 +50,12 @@ class Manager:
         ]
 
 
-def call(kind: type[api.Call], body: dict[str, Any], *answers: list[Any]) -> tuple[Report, Manager]:
+def call(
+    kind: type[api.Call], body: dict[str, Any], *answers: list[Any]
+) -> tuple[tuple[int, Any], Manager]:
     manager = Manager(*answers)
 
-    async def ask() -> Report:
+    async def ask() -> tuple[int, Any]:
         asked: Any = manager  # as it is used
         return await service.answer(asked, api.decode(kind, body))
 
@@ -67,7 +68,7 @@ def test_a_question_is_repeated_until_all_are_done() -> None:
         {"input_ids": [1, 2]},
         [UNDER_WAY, DONE], [UNDER_WAY, DONE], [DONE, DONE],
     )  # fmt: skip
-    assert report == Report(200, {"num_tokens": 128, "num_missing": 0})
+    assert report == (200, {"num_tokens": 128, "num_missing": 0})
     first, *later = [message.body for message in manager.asked]
     assert len(later) == 2 and first["input_ids"] == [1, 2]
     assert all(body == {"id": first["id"]} for body in later), "the prompt may be long"
@@ -76,7 +77,7 @@ def test_a_question_is_repeated_until_all_are_done() -> None:
 def test_time_that_is_up_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "TIMEOUT_S", 0.0)
     report, _ = call(CheckpointCall, {"rid": "r"}, [UNDER_WAY])
-    assert report == Report(503, {"num_tokens": 64, "num_missing": 64})
+    assert report == (503, {"num_tokens": 64, "num_missing": 64})
     with pytest.raises(CallError, match="ask again") as caught:
         call(TenantsCall, {}, [{"done": False}])
     assert caught.value.status == 503
@@ -91,7 +92,7 @@ def test_replicas_that_know_no_rid_forget_too() -> None:
         [{**forgotten, "durable": False}, forgotten],
     )
     assert [each.body["hashes"] for each in manager.asked if "hashes" in each.body] == [["ab"]]
-    assert report.status == 503 and report.body["durable"] is False
+    assert report[0] == 503 and report[1]["durable"] is False
 
 
 def test_replicas_forget_what_any_of_them_knows() -> None:
@@ -106,7 +107,7 @@ def test_replicas_forget_what_any_of_them_knows() -> None:
         [done, done, under_way],
         [done, done, done],
     )
-    assert report == Report(200, {"durable": True, "num_tokens": 128})
+    assert report == (200, {"durable": True, "num_tokens": 128})
     asked = [message.body for message in manager.asked]
     assert [body["id"] for body in asked if "rid" in body] == [asked[0]["id"]], "it begins once"
     assert [body["hashes"] for body in asked if "hashes" in body] == [["a", "b"]]
@@ -148,15 +149,15 @@ def test_pages_of_replicas_make_one() -> None:
         return {"done": True, "rank": rank, "conversations": rows, "next": next_cursor, **sizes}
 
     report, _ = call(ConversationsCall, {}, [answer(1, ["b"], None), answer(0, ["a"], "r7")])
-    assert report.body["conversations"] == ["b", "a"]
-    assert (report.body["pinned_bytes"], report.body["pin_bound_bytes"]) == (20, 200)
+    assert report[1]["conversations"] == ["b", "a"]
+    assert (report[1]["pinned_bytes"], report[1]["pin_bound_bytes"]) == (20, 200)
     last, manager = call(
         ConversationsCall,
-        {"after": report.body["next"], "limit": 1},
+        {"after": report[1]["next"], "limit": 1},
         [answer(0, ["c"], None), answer(1, [], None)],
     )
     assert manager.asked[0].body["after"] == {"0": "r7", "1": None}
-    assert last.body["next"] is None
+    assert last[1]["next"] is None
 
 
 @pytest.mark.parametrize(
