@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from kit.commands import ran
 from kit.promtool import promtool
 from sglang_tiered.metrics import METRICS, PREFIX, TRANSFER_METRICS, MetricKind
 
@@ -38,12 +36,6 @@ def panels() -> list[dict[str, Any]]:
 
 def expressions() -> list[str]:
     return [target["expr"] for panel in panels() for target in panel["targets"]]
-
-
-def test_the_dashboard_is_as_its_table_says() -> None:
-    """Run as a person does; without ``--check`` it mends it."""
-    ended = ran(sys.executable, SCRIPTS / "write_dashboard.py", "--check")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_every_metric_is_shown_by_its_exported_name() -> None:

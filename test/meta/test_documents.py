@@ -1,9 +1,13 @@
-"""Every relative link of a document leads somewhere, its anchor too."""
+"""Every relative link of a document leads somewhere, its anchor too; what ``docs/architecture.md``
+names exists; what scripts write into files is up to date."""
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -11,7 +15,24 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
+from kit.commands import ran
 from kit.kept_files import ROOT, kept_files
+
+MAX_FRONT_PAGE_BYTES = 8500
+
+
+def test_the_front_page_stays_short() -> None:
+    assert (ROOT / "README.md").stat().st_size < MAX_FRONT_PAGE_BYTES
+
+
+@pytest.mark.parametrize("name", ["write_tables", "write_dashboard", "write_openapi"])
+def test_files_say_what_the_code_says(name: str) -> None:
+    """Run as a person does; without ``--check`` the script mends them."""
+    ended = ran(sys.executable, ROOT / "scripts" / f"{name}.py", "--check")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+# ---- Links ----
 
 PARSER = MarkdownIt("commonmark").enable("table")
 
@@ -92,3 +113,57 @@ GOOD = [
 @pytest.mark.parametrize("text", [*DEAD, *GOOD])
 def test_only_a_dead_link_is_caught(text: str) -> None:
     assert len(dead_links(ROOT / "README.md", text, kept_files())) == (text in DEAD)
+
+
+# ---- What the page of the architecture names ----
+
+PRODUCT = ROOT / "python" / "sglang_tiered"
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+@cache
+def members() -> dict[str, set[str]]:
+    """Return what each class of the product defines, what its bases here define included."""
+    found: dict[str, set[str]] = {}
+    bases: dict[str, list[str]] = {}
+    for path in PRODUCT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            names = found.setdefault(node.name, set())
+            bases.setdefault(node.name, []).extend(ast.unparse(base) for base in node.bases)
+            for part in ast.walk(node):
+                if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                    names.add(part.name)
+                elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+                    names.add(part.attr)
+                elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                    names.add(part.target.id)
+    for name, parents in bases.items():
+        for parent in parents:
+            found[name] |= found.get(parent.split("[")[0], set())
+    return found
+
+
+def quoted(pattern: str) -> list[str]:
+    return sorted(
+        {name for name in re.findall(r"`([^`\n]+)`", PAGE) if re.fullmatch(pattern, name)}
+    )
+
+
+def test_page_names_members_that_classes_have() -> None:
+    named = [name for name in quoted(r"[A-Z]\w+\.\w+") if not name.endswith((".md", ".py"))]
+    assert len(named) > 40
+    lacking = [
+        name for name in named if name.split(".")[1] not in members().get(name.split(".")[0], set())
+    ]
+    assert not lacking
+
+
+def test_page_names_files_that_exist() -> None:
+    named = quoted(r"[\w/]+\.py")
+    files = {str(path.relative_to(PRODUCT)) for path in PRODUCT.rglob("*.py")}
+    assert len(named) > 30
+    assert not [
+        name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)
+    ]
