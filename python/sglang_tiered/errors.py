@@ -1,13 +1,12 @@
 """The error tree. A miss is never an error; see ``storage.base`` for outcomes.
 
     TieredError
-    +-- ConfigError             a flag or setting that cannot work; shown to the user, exit code 2
+    +-- ConfigError             a flag, setting or SGLang that cannot work; exit code 2
     |   +-- SchedulerRefused    one that a scheduler has told already
     +-- TraceError              a recorded workload that cannot be read
     +-- CodecError              an encoded page that does not decode
     +-- TransferError           a KV handoff that cannot work, or a peer that breaks the protocol
     +-- RequestError            a call of ``client`` that was refused, or that nobody answered
-    +-- UnsupportedSGLangError  the installed SGLang is not the one our seams were checked against
     +-- StoreError              a store directory that must not be used
         +-- StoreLockedError    another process holds it
         +-- StoreForeignError   the directory holds something that is not ours
@@ -26,7 +25,7 @@ class TieredError(Exception):
 
 
 class ConfigError(TieredError, ValueError):
-    """A flag or setting that cannot work."""
+    """A flag or setting that cannot work, or an SGLang that is not the one that was checked."""
 
 
 class SchedulerRefused(ConfigError):
@@ -55,10 +54,6 @@ class RequestError(TieredError):
         super().__init__(sentence)
         self.status = status
         self.answer = answer or {}
-
-
-class UnsupportedSGLangError(TieredError):
-    """The installed SGLang is not one whose signatures were checked."""
 
 
 class StoreError(TieredError):

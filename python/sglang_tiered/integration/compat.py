@@ -16,7 +16,7 @@ import os
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.errors import UnsupportedSGLangError
+from sglang_tiered.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -334,23 +334,23 @@ _SIGNATURES = signatures(_SEAMS)
 
 
 def check_version() -> None:
-    """Raise ``UnsupportedSGLangError`` unless a supported SGLang is installed. Imports nothing."""
+    """Raise ``ConfigError`` unless a supported SGLang is installed. Imports nothing."""
     supported = ", ".join(SUPPORTED_VERSIONS)
     try:
         installed = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedSGLangError(
+        raise ConfigError(
             f"sglang is not installed; install sglang=={SUPPORTED_VERSIONS[-1]}."
         ) from None
     if installed not in (*SUPPORTED_VERSIONS, os.environ.get(CHECKED_VERSION)):
-        raise UnsupportedSGLangError(
+        raise ConfigError(
             f"sglang {installed} is installed, but sglang-tiered was checked against {supported} "
             f"only; install sglang=={SUPPORTED_VERSIONS[-1]}."
         )
 
 
 def check_signatures(signatures: Mapping[str, tuple[str, ...]] | None = None) -> None:
-    """Raise ``UnsupportedSGLangError`` naming the first seam that differs.
+    """Raise ``ConfigError`` naming the first seam that differs.
 
     signatures: by default those that every process relies on. A part that only some servers load
     passes its own, so that the others need not import what it extends.
@@ -364,7 +364,7 @@ def check_signatures(signatures: Mapping[str, tuple[str, ...]] | None = None) ->
             problem = f"SGLang's {target} takes ({takes}), without {lacks}"
         else:
             continue
-        raise UnsupportedSGLangError(f"{problem}; reinstall sglang=={SUPPORTED_VERSIONS[-1]}.")
+        raise ConfigError(f"{problem}; reinstall sglang=={SUPPORTED_VERSIONS[-1]}.")
 
 
 def parameters_of(target: str) -> tuple[str, ...] | str:
@@ -384,7 +384,7 @@ def parameters_of(target: str) -> tuple[str, ...] | str:
 
 
 def check_imports() -> None:
-    """Raise ``UnsupportedSGLangError`` where what every server runs imports a name that SGLang
+    """Raise ``ConfigError`` where what every server runs imports a name that SGLang
     lacks: SGLang only logs what its plugins raise."""
     for module in _EVERY_SERVER:
         try:
@@ -392,7 +392,7 @@ def check_imports() -> None:
         except ImportError as error:
             if not of_sglang(error):
                 raise
-            raise UnsupportedSGLangError(
+            raise ConfigError(
                 f"SGLang lacks what {module} imports ({error}); "
                 f"reinstall sglang=={SUPPORTED_VERSIONS[-1]}."
             ) from error

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache import registry
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from kit.commands import ran
-from sglang_tiered.errors import UnsupportedSGLangError
+from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import compat
 from sglang_tiered.integration.seams import compare
 
@@ -64,7 +64,7 @@ def test_changed_seam_is_named(
     table = {target: expected}
     assert [seam.status for seam in compare(table, "ours")] == [status]
     monkeypatch.setattr(compat, "_SIGNATURES", table)
-    with pytest.raises(UnsupportedSGLangError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         compat.check_signatures()
 
 
@@ -72,7 +72,7 @@ def test_an_import_that_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -
     """SGLang only logs what its plugins raise, and serves without tiers."""
     monkeypatch.delattr(registry, "create_unified_radix_cache")
     monkeypatch.delitem(sys.modules, "sglang_tiered.integration.cache.factory")
-    with pytest.raises(UnsupportedSGLangError, match=r"lacks what .*factory imports \("):
+    with pytest.raises(ConfigError, match=r"lacks what .*factory imports \("):
         compat.check_imports()
 
 

@@ -79,6 +79,8 @@ NOT_LOGGED = (
 
 OTHER_SITE = "a page of another site had a browser send this; start the server with --api-key"
 
+_look = asyncio.Lock()
+
 
 def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig, *, has_key: bool) -> None:
     """Add the endpoints and the page. Call it once, before the server listens. The schedulers write
@@ -89,7 +91,10 @@ def add_routes(app: FastAPI, board: CostBoard, config: TieredConfig, *, has_key:
     build = app.build_middleware_stack
     app.build_middleware_stack = lambda: _with_page(build())  # type: ignore[method-assign]
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)
-    others = {CostsCall: _costs(board, config), RequestsCall: _newest(config)}
+    others: dict[Any, Answer] = {
+        CostsCall: functools.partial(_costs, board, config),
+        RequestsCall: functools.partial(_newest, config),
+    }
     for call in CALLS:
         answer = others.get(call, _ask_schedulers)
         endpoint = guarded(_endpoint(call, answer, has_key=has_key))
@@ -125,25 +130,21 @@ def _endpoint(call: type[Call], answer: Answer, *, has_key: bool) -> Endpoint:
     return endpoint
 
 
-def _costs(board: CostBoard, config: TieredConfig) -> Answer:
-    """Return what answers ``/tier/costs``, which reads memory only. It hears there of requests that
-    were given up, too."""
-
-    async def costs(_: Call, request: Request) -> Report:
-        manager = _manager()
-        _abort_rooms(manager, request.headers.get(ABANDONED, ""))
-        draining, events = is_draining(manager), _event_source(manager.server_args)
-        try:
-            return 200, server_costs(board, config, draining=draining, events=events)
-        except CallError as error:
-            part = {  # what a router must know of a server without costs
-                "disaggregation_mode": manager.disaggregation_mode.value,
-                "disaggregation_bootstrap_port": manager.server_args.disaggregation_bootstrap_port,
-                "draining": draining,
-            }
-            return error.status, {"error": str(error), **part}
-
-    return costs
+async def _costs(board: CostBoard, config: TieredConfig, _: Call, request: Request) -> Report:
+    """Answer ``/tier/costs``. Reads memory only. It hears there of requests that were given up,
+    too."""
+    manager = _manager()
+    _abort_rooms(manager, request.headers.get(ABANDONED, ""))
+    draining, events = is_draining(manager), _event_source(manager.server_args)
+    try:
+        return 200, server_costs(board, config, draining=draining, events=events)
+    except CallError as error:
+        part = {  # what a router must know of a server without costs
+            "disaggregation_mode": manager.disaggregation_mode.value,
+            "disaggregation_bootstrap_port": manager.server_args.disaggregation_bootstrap_port,
+            "draining": draining,
+        }
+        return error.status, {"error": str(error), **part}
 
 
 def _abort_rooms(manager: Any, told: str) -> None:
@@ -175,20 +176,14 @@ def _event_source(settings: Any) -> EventSource | None:
     )
 
 
-def _newest(config: TieredConfig) -> Answer:
-    """Return what answers ``/tier/requests``, which reads files on a thread. One look at a time:
-    a disk that hangs may not take the threads that name look-ups and others want."""
-    look = asyncio.Lock()
-
-    async def newest(call: Call, _: Request) -> Report:
-        assert isinstance(call, RequestsCall)
-        if look.locked():
-            raise CallError("the lines are being read for somebody else; ask again", 503)
-        async with look:
-            found = await asyncio.to_thread(newest_requests, config.request_log, call.limit)
-        return 200, found
-
-    return newest
+async def _newest(config: TieredConfig, call: Call, _: Request) -> Report:
+    """Answer ``/tier/requests``. Reads files on a thread, and takes one look at a time: a disk that
+    hangs may not take the threads that name look-ups and others want."""
+    assert isinstance(call, RequestsCall)
+    if _look.locked():
+        raise CallError("the lines are being read for somebody else; ask again", 503)
+    async with _look:
+        return 200, await asyncio.to_thread(newest_requests, config.request_log, call.limit)
 
 
 async def _json(request: Request) -> Any:

@@ -29,7 +29,7 @@ _SIGNATURES = {
 
 def register(platform_key: str) -> None:
     """Have SGLang call these for exactly its own classes on this platform. Idempotent. Raises
-    ``UnsupportedSGLangError`` where theirs take other arguments."""
+    ``ConfigError`` where theirs take other arguments."""
     check_signatures(_SIGNATURES)
     for layer, forward in ((RMSNorm, rms_norm), (RotaryEmbedding, rotary_embedding)):
         BaseFusedOp.register_oot_forward(layer, forward, platform_key)

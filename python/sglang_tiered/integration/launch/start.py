@@ -35,7 +35,7 @@ LOCK_TIMEOUT_S = 3.0
 
 def prepare() -> None:
     """Prepare this process for SGLang, as its own launcher does before it parses, and check that it
-    is one that can be run here. Raises ``ConfigError`` or ``UnsupportedSGLangError``."""
+    is one that can be run here. Raises ``ConfigError``."""
     compat.check_version()
     ask_loopback_directly()  # SGLang asks its own server, too
     _prepare_caches()

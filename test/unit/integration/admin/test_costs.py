@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -124,7 +125,7 @@ def ask(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     headers = [(ABANDONED.encode(), abandoned.encode())]
     request = Request({"type": "http", "query_string": b"", "headers": headers})
-    endpoint = http_api._endpoint(CostsCall, http_api._costs(board, config), has_key=True)
+    endpoint = http_api._endpoint(CostsCall, partial(http_api._costs, board, config), has_key=True)
     return asyncio.run(endpoint(request)), aborted
 
 

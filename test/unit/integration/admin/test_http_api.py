@@ -50,7 +50,7 @@ def test_one_look_at_a_hanging_disk(tmp_path: Path) -> None:
     """Or the threads that look up names would all wait for that disk."""
     os.mkfifo(tmp_path / "log")  # opening it waits for a writer
     config: Any = SimpleNamespace(request_log=RequestLogConfig(path=str(tmp_path / "log")))
-    endpoint = http_api._endpoint(RequestsCall, http_api._newest(config), has_key=True)
+    endpoint = http_api._endpoint(RequestsCall, partial(http_api._newest, config), has_key=True)
 
     scope = {"type": "http", "method": "GET", "query_string": b""}
 

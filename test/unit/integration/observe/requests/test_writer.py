@@ -12,13 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from kit.ended_request import ended
 from kit.waiting import eventually
 from sglang_tiered.integration.observe import story
 from sglang_tiered.integration.observe.story import CLOSE_S, LineWriter
 from sglang_tiered.request_log import open_log
 
 LARGE = 1 << 30
+
+
+def ended(rid: str) -> story.Story:
+    """A request that arrived at 10 s of its server's clock, with a prompt of 100 tokens."""
+    made = story.Story.begins(10.0)
+    made.line.rid, made.line.end, made.line.total_s = rid, "stop", 12.5
+    made.line.admitted_s, made.line.num_prompt_tokens = 10.5, 100
+    return made
 
 
 def rids(path: Path) -> list[str]:
