@@ -1,12 +1,12 @@
-"""What calls do with a conversation in a scheduler process, for ``service``: count it by tier, make
-it durable, pin it in NVMe or the bucket, forget it, load it ahead.
+"""What calls do with a conversation in a scheduler process: count it by tier, make it durable, pin
+it in NVMe or the bucket, forget it, load it ahead.
 
 The scheduler thread reads memory and queues stores. Work that waits for a disk or a network
 (``make_durable``) runs on threads, and the caller polls until it is done.
 
 A pin is refused on all ranks or on none: they ask before any takes it, in the place of another of
-its name, and what fills the bound once all have asked does not count. Whether what is forgotten is
-so durably, and known to every other server, is asked afterwards. A hint begins on all ranks in one
+its name. What fills the bound once all have asked does not count. Whether what is forgotten is so
+durably, and known to every other server, is asked afterwards. A hint begins on all ranks in one
 step, and all load the same tokens: the least that any rank's tiers hold. What then becomes of it is
 ``Hints``' affair.
 """

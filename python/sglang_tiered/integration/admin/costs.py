@@ -1,13 +1,13 @@
 """What a server tells routers of its costs: ``CostPublisher`` writes in a scheduler, and the HTTP
 process reads (``server_costs``), by way of a ``CostBoard``. No question waits for a scheduler.
 
-A board is anonymous shared memory of the launcher, which its children open through ``/proc``:
-nothing is left behind, however the server ends, and neither side ever waits for the other. Every
+A board is anonymous shared memory of the launcher, which its children open through ``/proc``.
+Nothing is left behind, however the server ends, and neither side ever waits for the other. Every
 replica has two places and writes into them in turn, so the record before is whole while the next
 one is written. A record is sealed with a checksum, so half a one is not taken for one.
 
 A record is written at most every ``INTERVAL_S``, and takes constant time, however many requests
-wait: every figure is one that is kept up to date anyway, but for one sum of a tensor.
+wait. Every figure is one that is kept up to date anyway, but for one sum of a tensor.
 """
 
 from __future__ import annotations

@@ -50,12 +50,7 @@ from sglang_tiered.integration.identity.recent_requests import PrefixSelector, R
 from sglang_tiered.integration.identity.request_names import conversation_of
 from sglang_tiered.integration.identity.tenants import SECRET_BITS
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
-from sglang_tiered.integration.observe.stats import (
-    MetricsExporter,
-    holdings,
-    process_stats,
-    rank_labels,
-)
+from sglang_tiered.integration.observe.stats import MetricsExporter, holdings, process_stats
 from sglang_tiered.integration.observe.stories import open_notes
 from sglang_tiered.integration.ranks import (
     RankAgreement,
@@ -135,7 +130,7 @@ class TieredRadixCache(HidingCache):
                 self.tiering = self._make_tiering(storage)
             self._events = TierEvents.of_cache(self.tree_core, storage, params)
         if self._enable_metrics_flag:
-            self._exporter = MetricsExporter(self.process_stats, labels=rank_labels())
+            self._exporter = MetricsExporter(self.process_stats)
             self._exporter.export()  # every series is there before its first failure
 
     def _make_tiering(self, storage: TieredStorage) -> Tiering:

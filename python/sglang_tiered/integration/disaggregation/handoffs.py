@@ -24,7 +24,7 @@ from sglang_tiered.config import cache_directory
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
-from sglang_tiered.integration.observe.stats import MetricsExporter, rank_labels, transfer_stats
+from sglang_tiered.integration.observe.stats import MetricsExporter, transfer_stats
 from sglang_tiered.metrics import TRANSFER_METRICS
 
 if TYPE_CHECKING:
@@ -265,8 +265,7 @@ class Handoffs:
         if self._exported is not endpoint:
             self._exported, read = endpoint, partial(transfer_stats, endpoint)
             if self._exporter is None:
-                labels = rank_labels()
-                self._exporter = MetricsExporter(read, metrics=TRANSFER_METRICS, labels=labels)
+                self._exporter = MetricsExporter(read, metrics=TRANSFER_METRICS)
             else:
                 self._exporter.read_from(read)
         assert self._exporter is not None

@@ -197,7 +197,7 @@ def holdings(cache: Any) -> dict[str, dict[str, int]]:
 
 class MetricsExporter:
     """Exports one table of one scheduler process, on one thread. ``read`` must not block.
-    ``labels`` are those of the rank, for every series."""
+    ``labels``, for every series, are those of this process's rank."""
 
     def __init__(
         self,
@@ -205,14 +205,14 @@ class MetricsExporter:
         clock: Callable[[], float] = time.monotonic,
         metrics: Sequence[Metric] = METRICS,
         *,
-        labels: Mapping[str, str],
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         # After SGLang set PROMETHEUS_MULTIPROC_DIR, which prometheus-client reads at import.
         from prometheus_client import Counter, Gauge, Histogram
 
         self._read = read
         self._metrics = metrics
-        self._labels = dict(labels)
+        self._labels = _rank_labels() if labels is None else labels
         self._clock = clock
         self._due = clock()
         self._series: dict[str, dict[tuple[str, ...], Any]] = {one.name: {} for one in metrics}
@@ -285,7 +285,7 @@ def _advance(series: Any, durations: DurationCounts, told: DurationCounts) -> No
     series._sum.inc(max(0.0, durations.sum_s - told.sum_s))  # noqa: SLF001
 
 
-def rank_labels() -> dict[str, str]:
+def _rank_labels() -> dict[str, str]:
     """Return the labels that SGLang gives the metrics of this scheduler process, as
     ``SchedulerMetricsCollector.init_new`` does: those of ``--extra-metric-labels`` too, and
     ``dp_rank`` only where there are replicas."""
