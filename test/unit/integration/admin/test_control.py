@@ -50,6 +50,11 @@ class Scheduler:
         self.tree_cache.hidden_pages = HiddenPages()
         storage = SimpleNamespace(erase=self.erase)
         self.tree_cache.cache_controller = SimpleNamespace(storage_backend=storage)
+        self.sent: list[Any] = []
+        channel = SimpleNamespace(send_output=lambda reply, _: self.sent.append(reply))
+        self.ipc_channels = SimpleNamespace(send_to_tokenizer=channel)
+        self.passed: list[Any] = []  # to SGLang's own table
+        self._request_dispatcher = self.passed.append
         self.control.attach(self)
 
     def erase(self, what: Erasure) -> Future[bool]:
@@ -87,14 +92,11 @@ def purged(monkeypatch: pytest.MonkeyPatch) -> HiddenTenants:
 
 
 def ask(scheduler: Scheduler, number: str, **body: Any) -> dict[str, Any]:
-    sent: list[Any] = []
-    channel = SimpleNamespace(send_output=lambda reply, request: sent.append(reply))
-    scheduler.ipc_channels = SimpleNamespace(send_to_tokenizer=channel)
     message = SimpleNamespace(method=CONTROL_PREFIX + "purge", body={"id": number, **body})
     scheduler.control.reply(message)
-    (answer,) = sent[0].response
-    assert sent[0].success
-    return answer
+    (answer,) = scheduler.sent[-1].response
+    assert scheduler.sent[-1].success
+    return dict(answer)
 
 
 def arrives(scheduler: Scheduler) -> Any:
@@ -292,35 +294,28 @@ def test_what_others_erased_is_hidden_in_memory(purged: HiddenTenants) -> None:
 
 def test_sglangs_clear_empties_memory_and_no_tier() -> None:
     """It reached this server's NVMe, the bucket and every other server."""
-    passed: list[Any] = []
     scheduler: Any = Scheduler(idle=False)
-    scheduler._request_dispatcher = passed.append
     messages, clear = SchedulerMessages(scheduler, scheduler.control), ClearHiCacheReqInput()
     assert messages(clear).success is False
     scheduler.idle = True
     assert messages(clear).success is True
     assert scheduler.num_flushes == 1
     assert (scheduler.purges, scheduler.told) == ({}, [])
-    assert not passed, "SGLang's way clears the storage"
+    assert not scheduler.passed, "SGLang's way clears the storage"
     scheduler.tree_cache = object()
     scheduler.control.attach(scheduler)
     messages(clear)
-    assert passed == [clear], "of another's storage"
+    assert scheduler.passed == [clear], "of another's storage"
 
 
 def test_sglangs_messages_pass_and_internal_errors_are_answered() -> None:
-    sent: list[Any] = []
-    passed: list[Any] = []
     scheduler: Any = Scheduler(idle=True)
-    channel = SimpleNamespace(send_output=lambda reply, request: sent.append(reply))
-    scheduler.ipc_channels = SimpleNamespace(send_to_tokenizer=channel)
-    scheduler._request_dispatcher = passed.append
     scheduler.tree_cache.cache_controller = None
     messages = SchedulerMessages(scheduler, scheduler.control)
     message = DumperControlReqInput(method="reset", body={})
     messages(message)
     messages(DumperControlReqInput(method=CONTROL_PREFIX + "purge", body={"id": "x", "all": True}))
-    assert passed == [message] and sent[0].success is False
+    assert scheduler.passed == [message] and scheduler.sent[0].success is False
 
 
 def test_purge_without_nvme_ends_with_memory() -> None:
