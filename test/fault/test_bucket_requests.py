@@ -38,7 +38,7 @@ from kit.clock import Clock
 from kit.runs import NAMESPACE
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Erasure, Health, PinRefusal, Reason
-from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
+from sglang_tiered.storage.bucket.collect import Collector
 from sglang_tiered.storage.bucket.requests import Requests
 from sglang_tiered.storage.promises import is_true
 
@@ -202,7 +202,7 @@ def test_everything_that_is_written_asks_for_it(
         pinned = engine.pin("a", large.keys)
         assert not isinstance(pinned, PinRefusal)
         assert is_true(pinned, TIMEOUT_S)
-    Collector(Requests(s3_url), CollectorSettings()).run_once(NAMESPACE)
+    Collector(Requests(s3_url)).run_once(NAMESPACE)
     asking = [request for request in seen if request.kind in ("put", "begin multipart")]
     written = " ".join(request.target for request in asking)
     assert all(what in written for what in ("/pages/", "/erased/", "/pins/", "/collected"))

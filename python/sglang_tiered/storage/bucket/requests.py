@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections import Counter
 from concurrent.futures import wait
 from datetime import timedelta
@@ -284,9 +285,8 @@ class Requests:
     URL of a directory, or ``memory://name``. Thread-safe. Every method raises ``BucketError``, and
     each does from ``close`` on, so whatever asks again and again ends.
 
-    ``on_outcome`` is called after every request that reads: with None when it was answered, else
-    with the error. Opening touches nothing but, for a file URL, the directory; it raises
-    ``ConfigError`` for an invalid URL, or without obstore.
+    ``breaker`` notes every request that reads. Opening touches nothing but, for a file URL, the
+    directory; it raises ``ConfigError`` for an invalid URL, or without obstore.
     """
 
     def __init__(
@@ -294,10 +294,11 @@ class Requests:
         url: str,
         *,
         timeout_s: float = 10.0,
-        on_outcome: Callable[[BucketError | None], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+        on_open: Callable[[], None] | None = None,
     ) -> None:
         self._place = _open(url, timeout_s)
-        self._on_outcome = on_outcome
+        self.breaker = Breaker(clock, url, on_open)
         self._closed = False
         self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()
@@ -372,7 +373,7 @@ class Requests:
             with self._lock:
                 self._requests["get"] += 1
                 self.bytes_in += num_read
-            self._on_outcome(None)
+            self.breaker.note(None)
         return num_read
 
     def modified(self, path: str) -> float | None:
@@ -423,8 +424,8 @@ class Requests:
             pass
 
     def _ask(self, kind: str, request: Callable[[], Any]) -> Any:
-        """Make one request, and note how it ended: puts and deletes here, others where
-        ``on_outcome`` says. Raises ``BucketError``."""
+        """Make one request, and note how it ended: puts and deletes here, others by the
+        breaker. Raises ``BucketError``."""
         if self._closed:
             raise BucketError(Failure.UNAVAILABLE, f"{kind} was not sent: the tier is closed")
         with self._lock:
@@ -444,7 +445,7 @@ class Requests:
                     self._troubles[kind] = cause.clause
         else:
             is_answered = is_missing or cause is None or cause.failure is Failure.BAD_RANGE
-            self._on_outcome(None if is_answered else cause)
+            self.breaker.note(None if is_answered else cause)
         if cause is not None:
             raise cause from None
         return answer
@@ -458,7 +459,9 @@ class Breaker:
     A bucket that never answered yet gets no benefit of the doubt: its first failure opens.
     Thread-safe. ``stores``: pauses behind puts that failed, while loads go on."""
 
-    def __init__(self, clock: Callable[[], float], name: str, on_open: Callable[[], None]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], name: str, on_open: Callable[[], None] | None
+    ) -> None:
         self._name = name
         self._on_open = on_open
         self._lock = threading.Lock()
@@ -502,6 +505,6 @@ class Breaker:
             was_open, self._cause = self.is_open, cause
             self.probes.fail(tolerated)
             opens = self.is_open and not was_open
-        if opens:
+        if opens and self._on_open is not None:  # else nobody heeds it, as a command
             self._on_open()
             logger.warning("%s: %s; every lookup misses until it works again", self._name, cause)

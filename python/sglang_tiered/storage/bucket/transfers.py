@@ -23,7 +23,7 @@ from sglang_tiered.storage.bucket.state import BucketLoad, PageLoad, Upload
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job, Page, Run
-    from sglang_tiered.storage.bucket.requests import Breaker, Requests
+    from sglang_tiered.storage.bucket.requests import Requests
     from sglang_tiered.storage.bucket.state import BucketState
 
 
@@ -36,10 +36,10 @@ class Transfers:
     """Takes jobs on any thread, and carries them out on those of its ``run`` methods. Loads come
     first, and stores leave half of the connections to them."""
 
-    def __init__(self, state: BucketState, requests: Requests, breaker: Breaker) -> None:
+    def __init__(self, state: BucketState, requests: Requests) -> None:
         self._state = state
         self._requests = requests
-        self._breaker = breaker
+        self._breaker = requests.breaker
         self._clock_lock = threading.Lock()
         self._look_at = state.clock()  # at the store's clock
 
@@ -303,7 +303,7 @@ class Transfers:
         upload.is_copied = True
         layout = Layout(upload.namespace)
         self._look_at_the_clock(layout)
-        now = int(state.wall_clock() + state.skew_s)
+        now = int(state.store_time())
         name = PageName(upload.key, job.run.tenant, upload.num_bytes, upload.stamp, now)
         name = name._replace(checksum=page_checksum(name.stem(layout), (data,)))
         path = name.path(layout)

@@ -14,7 +14,7 @@ import msgspec
 
 from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.flags import format_bytes, parse_bytes, parse_duration
-from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
+from sglang_tiered.storage.bucket.collect import Collector
 from sglang_tiered.storage.bucket.erased import BucketErasures, all_records
 from sglang_tiered.storage.bucket.names import (
     ERASED,
@@ -245,10 +245,9 @@ def _gc(arguments: argparse.Namespace) -> int:
         ttl = parse_duration("--ttl", ttl)
     if most is not None:
         most = parse_bytes("--max-bytes", most, otherwise="leave it out for no cap")
-    settings = CollectorSettings(ttl_s=ttl, capacity_bytes=most)
     requests, namespaces, notes = _open(arguments.place)
     # It is no server: its marker must not make a namespace look used. So by this machine's clock.
-    collector = Collector(requests, settings, clock=time.time)
+    collector = Collector(requests, capacity_bytes=most, ttl_s=ttl, clock=time.time)
     # Of the namespaces the one that was used last stays, however long ago that is.
     used = {name: requests.modified(Layout(name).collected) or 0.0 for name in namespaces}
     reports = {
@@ -263,7 +262,7 @@ def _gc(arguments: argparse.Namespace) -> int:
     report = {
         "url": arguments.place,
         "deleted": arguments.delete,
-        "settings": msgspec.to_builtins(settings),
+        "settings": {"capacity_bytes": most, "ttl_s": ttl},
         "namespaces": [
             {"namespace": name.hex(), **msgspec.to_builtins(found)}
             for name, found in reports.items()
