@@ -77,8 +77,8 @@ def test_failing_readers_skip_no_merged_record(make_engine: Any) -> None:
         a._requests.put(path, records.record_data(what))
 
     def merge() -> None:
-        entries = [records._RecordEntry(n, bytes([n]) * 16, 0.0, keys[n - 1]) for n in (1, 2)]
-        a._requests.put(merged_path(2), seal(records._Merged(entries)))
+        entries = [(n, bytes([n]) * 16, 0.0, keys[n - 1]) for n in (1, 2)]
+        a._requests.put(merged_path(2), seal((entries,)))
         a._requests.delete(paths[:2])
         merges.append(True)
 
@@ -98,8 +98,8 @@ def merged_path(number: int) -> str:
 def test_a_merged_record_names_none_beyond_its_own(make_engine: Any, number: int) -> None:
     """As a damaged writer's: the numbers of all later ones would go on from there."""
     a = make_engine()
-    entries = [records._RecordEntry(number, b"i" * 16, 0.0, b"k" * 32)]
-    a._requests.put(merged_path(8), seal(records._Merged(entries)))
+    entries = [(number, b"i" * 16, 0.0, b"k" * 32)]
+    a._requests.put(merged_path(8), seal((entries,)))
     assert a.refresh(TIMEOUT_S)
     with a._state.lock:
         assert a._state.erased.top == 8
