@@ -13,6 +13,7 @@ import msgspec
 
 from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.flags import format_bytes, parse_bytes, parse_duration
+from sglang_tiered.remote_config import object_url
 from sglang_tiered.storage.bucket.collect import Collector
 from sglang_tiered.storage.bucket.erased import BucketErasures, all_records
 from sglang_tiered.storage.bucket.names import (
@@ -275,10 +276,7 @@ def _show_gc(report: dict[str, Any]) -> None:
 def _open(url: str) -> tuple[Requests, list[bytes], list[str]]:
     """Open the object tier at a URL: its namespaces, and what is to be noted. Raises
     ``ConfigError`` and ``StoreError``; creates nothing, not even a directory."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        raise ConfigError(f"the URL of the object tier is not one; {_WAY_OUT}") from None
+    parts = urlsplit(object_url("PLACE", url))
     if parts.scheme == "file" and not Path(unquote(parts.path)).is_dir():
         raise StoreError(f"{url} is not a directory; {_WAY_OUT}")
     requests = Requests(url)

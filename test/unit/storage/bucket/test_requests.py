@@ -56,22 +56,6 @@ def bucket(server: str, environment: pytest.MonkeyPatch) -> Iterator[Any]:
     made.delete()
 
 
-INVALID = [
-    "s3://",
-    "s3://[bad",
-    "s3://key:secret@bucket",
-    "file:relative/path",
-]
-
-
-@pytest.mark.parametrize("url", ["", "s3://" + "key:secret" + "@bucket", *INVALID])
-def test_an_invalid_url_is_refused_before_touching_anything(url: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        opened(url)
-    assert "secret" not in str(caught.value)
-    assert caught.value.__cause__ is None
-
-
 @pytest.mark.parametrize("kind", ["memory", "directory", "s3"])
 def test_the_same_requests_everywhere(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
