@@ -294,12 +294,10 @@ class BucketEngine(TierEngine):
             state.pins.expire()
             names = state.pins.book.of_tenant(None)
         infos = []
-        for name in names:
+        for name in names:  # lookups wait for one at a time
             with state.lock:
-                info = state.pins.info(name)
-            if info is not None:
-                infos.append(info)
-        return infos
+                infos.append(state.pins.info(name))
+        return [info for info in infos if info is not None]
 
     @property
     def pinned_bytes(self) -> int:

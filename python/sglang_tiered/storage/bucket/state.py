@@ -68,7 +68,6 @@ class Upload:
     num_bytes: int
     dropped: bool = False  # erased meanwhile
     is_copied: bool = False  # its buffer is not touched any more
-    is_settled: bool = False
 
     @property
     def key(self) -> bytes:
@@ -350,10 +349,9 @@ class BucketState:
         self.transfer_ready.notify()
 
     def settle(self, upload: Upload, reason: Reason) -> None:
-        """Say what became of a page, whose buffer no thread touches any more."""
-        if upload.is_settled:
-            return
-        upload.is_settled = True
+        """Say what became of a page, once, whose buffer no thread touches any more."""
+        if self.uploading.pop(upload, True) is None:
+            self.upload_done.notify_all()
         self._no_longer_pending(upload)
         self.staged_bytes -= upload.num_bytes
         job = upload.job

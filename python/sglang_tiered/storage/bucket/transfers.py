@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_tiered.codecs.encoded import copied
+from sglang_tiered.codecs.encoded import copied, spread
 from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason, Tier
 from sglang_tiered.storage.bucket.names import Layout, PageName, is_page, page_checksum
 from sglang_tiered.storage.bucket.requests import BucketError, Failure
@@ -207,11 +207,7 @@ class Transfers:
         encoding = self._state.encoding
         if encoding is not None and len(stored) < sum(segment.nbytes for segment in page):
             return encoding.decode(stored, page)
-        position = 0
-        for segment in page:  # numpy lets other threads run meanwhile
-            part = stored[position : position + segment.nbytes]
-            np.copyto(np.frombuffer(segment, np.uint8), np.frombuffer(part, np.uint8))
-            position += segment.nbytes
+        spread([np.frombuffer(stored, np.uint8)], page)
         return Reason.OK
 
     def _corrupt(self, page: PageLoad) -> Reason:
@@ -287,9 +283,8 @@ class Transfers:
         except BaseException:  # a panic of the library is no Exception
             self._breaker.fault("uploading")
         with state.lock:
-            del state.uploading[upload]
-            state.settle(upload, Reason.CANCELLED if upload.dropped else reason)
-            state.upload_done.notify_all()
+            if upload in state.uploading:  # else it was closed meanwhile
+                state.settle(upload, Reason.CANCELLED if upload.dropped else reason)
 
     def _upload(self, upload: Upload) -> Reason:
         """Upload a page. Raises ``BucketError``."""
