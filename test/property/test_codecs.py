@@ -11,6 +11,7 @@ from sglang_tiered.codecs.encoded import HEADER_BYTES
 
 LAYOUT = PageLayout.kv(dtype="float16", num_layers=2, page_size=4, num_heads=2, head_dim=8)
 CODECS = {name: make_codec(name, LAYOUT) for name in CODEC_NAMES[1:]}
+CODECS |= {dtype: make_codec("zstd", PageLayout.unknown(dtype)) for dtype in ("float32", "uint8")}
 GUARD = b"\xa5" * 16
 
 names = st.sampled_from(sorted(CODECS))

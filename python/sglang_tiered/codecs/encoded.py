@@ -1,7 +1,7 @@
 """The bytes of an encoded page: the header, chunks that are compressed if that pays, copies between
 pages and flat arrays, and the codec that all others fall back to, ``zstd``.
 
-``README.md`` has the grammar, ``test_worked_example.py`` worked bytes.
+``README.md`` has the grammar, ``test_codecs.py`` worked bytes.
 """
 
 from __future__ import annotations
