@@ -64,14 +64,9 @@ class Upload:
     job: Job
     position: int
     namespace: bytes
-    stamp: int
-    num_bytes: int
+    name: PageName  # but for what is known once its bytes are put
     dropped: bool = False  # erased meanwhile
     is_copied: bool = False  # its buffer is not touched any more
-
-    @property
-    def key(self) -> bytes:
-        return self.job.run.keys[self.position]
 
 
 @dataclass(eq=False, slots=True)
@@ -281,7 +276,7 @@ class BucketState:
         def is_gone(upload: Upload) -> bool:
             if namespace not in (None, upload.namespace):
                 return False
-            return names((upload.key,), upload.job.run.tenant)
+            return names((upload.name.key,), upload.name.tenant)
 
         for upload in self.uploading:
             if is_gone(upload):
@@ -342,8 +337,8 @@ class BucketState:
     # ---- Ends of stores and loads ----
 
     def add(self, upload: Upload) -> None:
-        self.pending[upload.key] = upload
-        self.staged_bytes += upload.num_bytes
+        self.pending[upload.name.key] = upload
+        self.staged_bytes += upload.name.length
         self._left[upload.job] = self._left.get(upload.job, 0) + 1
         self.uploads[upload] = None
         self.transfer_ready.notify()
@@ -353,7 +348,7 @@ class BucketState:
         if self.uploading.pop(upload, True) is None:
             self.upload_done.notify_all()
         self._no_longer_pending(upload)
-        self.staged_bytes -= upload.num_bytes
+        self.staged_bytes -= upload.name.length
         job = upload.job
         job.reasons[upload.position] = reason
         self._left[job] -= 1
@@ -362,8 +357,8 @@ class BucketState:
             self.jobs.finish(job)
 
     def _no_longer_pending(self, upload: Upload) -> None:
-        if self.pending.get(upload.key) is upload:
-            del self.pending[upload.key]
+        if self.pending.get(upload.name.key) is upload:
+            del self.pending[upload.name.key]
 
     def finish_load(self, load: BucketLoad) -> None:
         load.is_open = False

@@ -270,7 +270,8 @@ class Transfers:
                 job.reasons[position] = Reason.REJECTED
                 room = num_bytes  # a chain is of no use behind its first gap
             else:
-                uploads.append(Upload(job, position, state.namespace, state.seen, length))
+                name = PageName(key, run.tenant, length, state.seen, 0)
+                uploads.append(Upload(job, position, state.namespace, name))
                 num_bytes += length
         return uploads
 
@@ -298,8 +299,7 @@ class Transfers:
         upload.is_copied = True
         layout = Layout(upload.namespace)
         self._look_at_the_clock(layout)
-        now = int(state.store_time())
-        name = PageName(upload.key, job.run.tenant, upload.num_bytes, upload.stamp, now)
+        name = upload.name._replace(unix_s=int(state.store_time()))
         name = name._replace(checksum=page_checksum(name.stem(layout), (data,)))
         path = name.path(layout)
         try:
@@ -313,7 +313,7 @@ class Transfers:
             state.bytes_written += len(data)
             if not upload.dropped:
                 state.num_pages_stored += 1
-                state.bytes_stored += upload.num_bytes
+                state.bytes_stored += name.length
                 state.skipped.pop(path, None)
                 if upload.namespace == state.namespace:
                     state.index.put(name)
