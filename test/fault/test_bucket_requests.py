@@ -258,22 +258,6 @@ def test_a_late_store_of_another_is_dead(
     late.close()
 
 
-def test_nothing_is_stored_before_an_erasures_record(s3_url: str, proxy: FaultProxy) -> None:
-    """It would count as older than that, and be gone with it."""
-    run = run_of(1)
-    with opened(s3_url) as engine, opened(s3_url) as other:
-        assert store(engine, run) == OK
-        proxy.add("put", "/erased/", status(403, "AccessDenied"))
-        begun = engine.erase(Erasure.of(run.keys))
-        assert store(engine, run) == {Reason.CANCELLED}
-        assert not is_true(begun, TIMEOUT_S)
-        assert not any(engine.contains(run.keys))
-        proxy.clear()
-        assert is_true(engine.erase(Erasure.of(run.keys)), TIMEOUT_S)
-        assert other.refresh(TIMEOUT_S) and not any(other.contains(run.keys))
-        assert store(engine, run) == OK
-
-
 def test_without_bulk_deletes_all_are_single(
     s3_url: str, proxy: FaultProxy, object_server: ObjectServer
 ) -> None:

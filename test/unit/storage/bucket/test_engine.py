@@ -92,15 +92,6 @@ def test_encoded_pages_come_back_as_they_were(make_engine: Any, tmp_path: Path, 
     assert b.stats().stored_bytes < run.num_bytes
 
 
-def test_confirming_ends_in_time(make_engine: Any) -> None:
-    """Whatever the requests under way wait for."""
-    engine, run = make_engine(num_connections=1), make_run(1, [100, 200])
-    store(engine, run)
-    gate = Gate(engine, "modified", run.keys[1].hex())
-    assert engine.confirm(run.keys, 1.0)[1] is False
-    gate.opened.set()
-
-
 def test_pages_over_age_are_found_no_more(make_engine: Any) -> None:
     """From the next look on, not from the next full listing."""
     clock = Clock(time.time())
