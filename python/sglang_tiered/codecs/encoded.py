@@ -1,5 +1,5 @@
-"""The bytes of an encoded page: the header, chunks that are compressed if that pays, copies between
-pages and flat arrays, and the codec that all others fall back to, ``zstd``.
+"""The bytes of an encoded page: the header, chunks that are compressed if that pays, and copies
+between pages and flat arrays. And the codec that all others fall back to, ``zstd``.
 
 ``README.md`` has the grammar, ``test_codecs.py`` worked bytes.
 """

@@ -60,7 +60,7 @@ _NAME = re.compile(r"(([0-9a-f]{12})-([0-9a-f]{32}))-([a-z])([0-9a-f]*)")
 _HEX_CHARS = {"t": 2 * TENANT_BYTES, "n": 2 * NAMESPACE_BYTES, "k": 0, "m": 12}
 
 
-class _Entry(NamedTuple):
+class _RecordEntry(NamedTuple):
     """One erasure in an object of several."""
 
     number: int
@@ -160,7 +160,7 @@ def _read(requests: Requests, listed: Listed, match: re.Match[str]) -> list[Reco
         data = requests.whole(listed)
     if data is None:
         return None
-    entries = _entries(kind, bytes(data), _Entry(number, record_id, listed.modified, b""))
+    entries = _entries(kind, bytes(data), _RecordEntry(number, record_id, listed.modified, b""))
     is_sound = all(0 < e.number <= number and len(e.keys) % KEY_BYTES == 0 for e in entries)
     found = []
     for entry in entries if is_sound else ():
@@ -171,12 +171,12 @@ def _read(requests: Requests, listed: Listed, match: re.Match[str]) -> list[Reco
     return found or [Record(number, None, b"", *place)]
 
 
-def _entries(kind: str, data: bytes, own: _Entry) -> list[_Entry]:
+def _entries(kind: str, data: bytes, own: _RecordEntry) -> list[_RecordEntry]:
     """Return what an object of erased pages says; nothing if it is damaged."""
     if kind == "k":
         keys = unseal(data, list[bytes])
         return [] if keys is None else [own._replace(keys=b"".join(keys))]
-    merged = unseal(data, list[list[_Entry]])
+    merged = unseal(data, list[list[_RecordEntry]])
     return [] if merged is None else [own, *chain.from_iterable(merged)]
 
 
@@ -232,7 +232,7 @@ def _merged(
     if len(batch) < 2:
         return
     entries = {
-        each.name: _Entry(each.number, each.what.id, each.modified, b"".join(each.what.keys))
+        each.name: _RecordEntry(each.number, each.what.id, each.modified, b"".join(each.what.keys))
         for each in chain.from_iterable(batch.values())
         if each.what is not None and each.what.keys and each.modified >= oldest_s
     }

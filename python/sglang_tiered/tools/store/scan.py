@@ -1,4 +1,4 @@
-"""Says what DIR is, a tier directory with its shards or one shard, which process uses it, and reads
+"""Says what DIR is, a tier directory with its shards or one shard, and which process uses it. Reads
 its regions as recovery does, several at a time, without owning them.
 
 Nothing is locked, written, sealed or removed. Asking who holds a lock by taking it, however

@@ -138,7 +138,7 @@ class _ShardSums:
         self._problems: list[dict[str, Any]] = []
         self._notes: list[str] = []
         sizes = read_page_sizes(read_note(reader.shard, PAGE_SIZES_NAME))
-        self._told = {namespace: _Told(noted) for namespace, noted in sizes.items()}
+        self._told = {namespace: _ToldOf(noted) for namespace, noted in sizes.items()}
 
     def add(self, view: ScannedRegion) -> None:
         contents = view.contents
@@ -169,11 +169,11 @@ class _ShardSums:
             ours = np.repeat(contents.of_namespace(namespace), contents.extents["num_pages"])
             told.add(contents.pages["length"][ours], keys[ours], alive[ours])
 
-    def told(self) -> dict[str, _Told]:
+    def told(self) -> dict[str, _ToldOf]:
         """Return what the noted sizes of pages tell, by namespaces."""
         return {name.hex(): told for name, told in self._told.items() if told.is_known}
 
-    def report(self, told: Mapping[str, _Told]) -> dict[str, Any]:
+    def report(self, told: Mapping[str, _ToldOf]) -> dict[str, Any]:
         reader, num_pages = self._reader, self._sums["pages"]
         name = reader.shard.name
         others = [problem_json(name, found, None, file) for file, found in reader.problems()]
@@ -228,7 +228,7 @@ def _count(view: ScannedRegion, field: str, entries: dict[str, dict[str, Any]]) 
         entry["payload_bytes"] += int(nbytes_)
 
 
-class _Told:
+class _ToldOf:
     """Adds up what the noted size of its pages tells of a namespace in a shard: of all its pages,
     and of those that a lookup can hit."""
 
