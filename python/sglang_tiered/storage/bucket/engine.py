@@ -69,8 +69,8 @@ class BucketEngine(TierEngine):
     """The pages of one namespace under one URL, shared with every engine that has both.
 
     Opening touches nothing and returns at once: what is in the bucket becomes known in the
-    background, and a bucket that cannot be reached is ``MISS_ONLY``. Raises ``ConfigError`` for an
-    invalid URL or without obstore, ``ValueError`` for a namespace of the wrong length.
+    background, and a bucket that cannot be reached is ``MISS_ONLY``. Raises ``ConfigError``
+    without obstore, ``ValueError`` for a namespace of the wrong length.
 
     ``namespace`` digests everything that gives the bytes their meaning. Pages are put as they come,
     encoded or not; ``encoding`` decodes those that are loaded as longer ones. ``clock`` times
