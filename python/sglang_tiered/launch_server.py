@@ -212,7 +212,7 @@ def banner(server_args: Any, config: TieredConfig, scheduler_info: Mapping[str, 
             nbytes = None  # what it has now
         lines.append(line("nvme", nbytes, place))
     if config.object is not None:
-        place = f"at {config.object.shown_url}, shared"
+        place = f"at {config.object.url}, shared"
         lines.append(line("object", config.object.capacity_bytes, place))
     if config.peers is not None:
         lines.append(f"  peers   {config.peers.shown}")

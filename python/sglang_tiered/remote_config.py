@@ -103,17 +103,32 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return [("shown", self.shown)]
 
 
-def _object_url(flag: str, text: str) -> str:
-    """The URL of a place for objects; a path stands for the URL of that directory."""
+def object_url(flag: str, text: str) -> str:
+    """The URL of a place for objects; a path stands for the URL of that directory. Raises
+    ``ConfigError``."""
     if "://" not in text and text.startswith(("/", "~")):
         text = Path(text).expanduser().absolute().as_uri()
     scheme, separator, rest = text.partition("://")
-    if not separator or scheme not in OBJECT_SCHEMES or not rest.strip("/"):
+    host = rest.partition("/")[0]
+    is_known = scheme in OBJECT_SCHEMES and "[" not in host
+    if scheme == "file":
+        is_known = host in ("", "localhost")
+    if not separator or not is_known or not rest.strip("/"):
         raise ConfigError(
             f"{flag} {_shown(text)} is not a place for objects; write s3://bucket/prefix, "
             "gs://bucket/prefix, az://container/prefix or the absolute path of a shared directory."
         )
+    _check_bare(flag, text)
     return text
+
+
+def _check_bare(flag: str, url: str) -> None:
+    """Refuse a URL that tells more than a place."""
+    if _shown(url) != url:
+        raise ConfigError(
+            f"{flag} {_shown(url)} carries credentials or options; leave them out, they come from "
+            "the environment (AWS_ACCESS_KEY_ID and the like)."
+        )
 
 
 def _shown(url: str) -> str:
@@ -132,7 +147,7 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Flag(
             "--tier-object-url",
-            Kind("URL", _object_url),
+            Kind("URL", object_url),
             "Object store below NVMe that servers share: `s3://bucket/prefix`, `gs://`, `az://`, "
             "or the path of a shared directory. Credentials come from the environment.",
             default="none",
@@ -185,16 +200,7 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int = 256 * MiB  # pages that wait for their upload in their owner's memory
 
     def __post_init__(self) -> None:
-        if self.shown_url != self.url:
-            raise ConfigError(
-                f"--tier-object-url {self.shown_url} carries credentials or options; leave them "
-                "out, they come from the environment (AWS_ACCESS_KEY_ID and the like)."
-            )
-
-    @property
-    def shown_url(self) -> str:
-        """The URL without what may be secret, for messages."""
-        return _shown(self.url)
+        _check_bare("--tier-object-url", self.url)
 
     @property
     def max_page_bytes(self) -> int:

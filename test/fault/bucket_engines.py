@@ -19,7 +19,7 @@ from kit.waiting import eventually
 from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.storage.base import NO_TENANT, Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
-from sglang_tiered.storage.bucket.collect import Collector, CollectorReport, CollectorSettings
+from sglang_tiered.storage.bucket.collect import Collector, CollectorReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -126,9 +126,7 @@ def collect(
     engine: BucketEngine, after_s: float = 0.0, *, delete: bool = True, **changes: float
 ) -> CollectorReport:
     """One run of a collector, as if it were so much later by the store's clock."""
-    later = Collector(
-        engine._requests, CollectorSettings(**changes), clock=lambda: time.time() + after_s
-    )
+    later = Collector(engine._requests, **changes, clock=lambda: time.time() + after_s)
     return later.run_once(engine._state.namespace, delete=delete)
 
 

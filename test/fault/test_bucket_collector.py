@@ -20,7 +20,7 @@ from kit.runs import NAMESPACE
 from kit.waiting import eventually
 from sglang_tiered.storage.base import Erasure, Health, PinRefusal, Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
-from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
+from sglang_tiered.storage.bucket.collect import Collector
 from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.names import ERASED
 from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
@@ -183,7 +183,7 @@ def test_a_collector_without_rights_stops_no_loads(s3_url: str, proxy: FaultProx
             proxy.add(method, of, status(403, "AccessDenied"))
             for _ in range(4):
                 with pytest.raises(BucketError):
-                    Collector(engine._requests, CollectorSettings(capacity_bytes=1)).run_once(
+                    Collector(engine._requests, capacity_bytes=1).run_once(
                         NAMESPACE, delete=method != "GET"
                     )
             assert engine.stats().health is Health.RUNNING
@@ -196,10 +196,13 @@ def pinned(engine: BucketEngine, name: str, run: Run, **options: Any) -> None:
     assert is_true(outcome, TIMEOUT_S)
 
 
-def test_a_failed_collection_is_tried_again(tmp_path: Path) -> None:
+def test_a_failed_collection_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or the bucket would grow beyond its cap from then on."""
+    monkeypatch.setattr("sglang_tiered.storage.bucket.collect.INTERVAL_S", 0.01)
     requests = Requests(tmp_path.as_uri())
-    collector = Collector(requests, CollectorSettings(interval_s=0.01))
+    collector = Collector(requests)
     listing, stop, failed = requests.listing, threading.Event(), list[str]()
 
     def listed(folder: str, **options: Any) -> Any:

@@ -11,10 +11,12 @@ from sglang_tiered.codecs.encoded import HEADER_BYTES
 
 LAYOUT = PageLayout.kv(dtype="float16", num_layers=2, page_size=4, num_heads=2, head_dim=8)
 CODECS = {name: make_codec(name, LAYOUT) for name in CODEC_NAMES[1:]}
+CODECS |= {dtype: make_codec("zstd", PageLayout.unknown(dtype)) for dtype in ("float32", "uint8")}
 GUARD = b"\xa5" * 16
 
 names = st.sampled_from(sorted(CODECS))
 pages = st.binary(min_size=LAYOUT.page_bytes, max_size=LAYOUT.page_bytes)
+repeated = st.binary(min_size=1, max_size=9).map(lambda part: part * 97)  # it shrinks
 
 
 def decode_guarded(name: str, data: bytes, num_bytes: int, cut: int) -> bytes | None:
@@ -49,7 +51,9 @@ def test_damaged_page_writes_beside_its_segments(
     decode_guarded(name, bytes(encoded), LAYOUT.page_bytes, 37)
 
 
-@given(name=names, page=st.binary(min_size=1, max_size=700) | pages, cut=st.integers(0, 700))
+@given(
+    name=names, page=st.binary(min_size=1, max_size=700) | pages | repeated, cut=st.integers(0, 700)
+)
 @settings(max_examples=150, deadline=None)
 def test_any_bytes_of_any_length_come_back(name: str, page: bytes, cut: int) -> None:
     """Exactly, unless a lossy codec reads the page; then a second time the same, but by int8."""

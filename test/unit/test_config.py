@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -64,7 +65,11 @@ def test_budgets_are_of_each_rank() -> None:
     assert config.nvme_writes_per_day_per_rank is config.max_tenant_bytes_per_rank is None
 
 
-BAD_URLS = ("", "bucket", "s3://", "http://127.0.0.1/b", "s4://b")
+BAD_URLS = (
+    *("", "bucket", "s3://", "http://127.0.0.1/b", "s4://b", "s3://[bad"),
+    Path("/path").as_uri().replace("///", "//host/"),
+    "s3://" + "key:secret" + "@bucket",
+)
 IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (lambda: make_config(num_ranks=9), "--tier-nvme-bytes 1GiB is too small.*9 ranks"),
     (lambda: make_config(nvme=DAILY, num_ranks=3), "--tier-nvme-writes-per-day 1.25GiB .*3 ranks"),
@@ -83,7 +88,7 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
 def test_impossible_settings_are_one_sentence(make: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as refused:
         make()
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value) and "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from sglang_tiered.codecs.base import PageCodec, PageLayout, SegmentLayout
+from sglang_tiered.codecs.base import PageLayout, SegmentLayout
+from sglang_tiered.codecs.encoded import PageCodec
 from sglang_tiered.codecs.quantized import Fp8Codec, Int8Codec
-from sglang_tiered.codecs.zstd import ZstdCodec
 from sglang_tiered.errors import CodecError, ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = [
     "CODEC_NAMES",
@@ -26,8 +21,8 @@ __all__ = [
 NO_CODEC = "none"
 """Names pages that are not encoded: an engine needs no codec for it."""
 
-_CODECS: dict[str, Callable[[PageLayout], PageCodec]] = {
-    codec.name: codec for codec in (ZstdCodec, Fp8Codec, Int8Codec)
+_CODECS: dict[str, type[PageCodec]] = {
+    codec.name: codec for codec in (PageCodec, Fp8Codec, Int8Codec)
 }
 CODEC_NAMES = (NO_CODEC, *_CODECS)
 LOSSY_CODEC_NAMES = (Fp8Codec.name, Int8Codec.name)

@@ -17,7 +17,7 @@ one; none is used unless asked for. The rules:
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -142,21 +142,6 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> int:
         """32 bits that tell layouts apart, for a page's header. Too few for a namespace."""
         return int(xxhash.xxh32_intdigest(msgspec.msgpack.encode(self)))
-
-
-class PageCodec(Protocol):
-    """A codec with the rules of this module. ``name`` is one of ``codecs.CODEC_NAMES``."""
-
-    name: str
-
-    def encode(self, page: Segments) -> Segments:
-        """The encoded page in parts, of which some may be memory of the page itself: to join them
-        is a copy, and the caller's."""
-
-    def decode(self, data: memoryview, page: Segments) -> None:
-        """Fill the segments of ``page``, whose total length is that of the encoded page however it
-        is cut. Raises ``CodecError`` for anything that does not fit; the segments are then
-        undefined, and nothing outside them was written."""
 
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")

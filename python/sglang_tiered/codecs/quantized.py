@@ -1,13 +1,13 @@
 """The lossy codecs, ``fp8`` and ``int8``: scales per head and group of channels, codes of one byte.
 
 A group is some neighbouring channels of one head and layer over all tokens of the page.
-``ZstdCodec`` stores some pages exactly instead. They are not of the layout's length, or hold a
+``PageCodec`` stores some pages exactly instead. They are not of the layout's length, or hold a
 number that could not come back as a finite one near it (NaN, infinity, the very largest).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,17 +19,15 @@ from sglang_tiered.codecs.encoded import (
     METHOD_INT8,
     ChunkReader,
     Header,
+    PageCodec,
     joined,
     pack_chunk,
     pack_header,
-    spread,
-    unpack_header,
 )
-from sglang_tiered.codecs.zstd import ZstdCodec
 from sglang_tiered.errors import CodecError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -83,14 +81,15 @@ class Block:
         return np.expand_dims(scales, self.token_axis)
 
 
-class QuantizingCodec(ABC):
-    """A codec with one code of a byte per element and ``scale_bytes`` per group."""
+class QuantizingCodec(PageCodec):
+    """A codec with one code of a byte per element and ``scale_bytes`` per group. What it cannot
+    express is stored exactly."""
 
-    name: str
     method: int
     scale_bytes: int
 
     def __init__(self, layout: PageLayout, channel_group: int) -> None:
+        super().__init__(layout)
         if not layout.is_known or layout.dtype not in FLOAT_DTYPES:
             is_float = layout.dtype in FLOAT_DTYPES
             lacks = (
@@ -100,19 +99,17 @@ class QuantizingCodec(ABC):
                 f"the codec {self.name} needs a KV cache of {', '.join(FLOAT_DTYPES)} in a known "
                 f"layout, and {lacks}; use zstd or none."
             )
-        self._layout = layout
-        self._lossless = ZstdCodec(layout)
         self._blocks = list(_blocks(layout, channel_group))
         self._num_scales = sum(block.num_scales for block in self._blocks)
         self._num_elements = layout.page_bytes // layout.item_bytes
         self._header = pack_header(
-            Header(self.method, layout.item_bytes, layout.digest, layout.page_bytes)
+            Header(self.method, layout.item_bytes, self._layout_digest, layout.page_bytes)
         )
 
     def encode(self, page: Segments) -> Segments:
         plain = joined(page)
         if plain.nbytes != self._layout.page_bytes:
-            return self._lossless.encode_bytes(plain)
+            return super().encode(page)
         scales = np.empty(self._num_scales * self.scale_bytes, np.uint8)
         codes = np.empty(self._num_elements, np.uint8)
         dtype, item_bytes = self._layout.dtype, self._layout.item_bytes
@@ -123,7 +120,7 @@ class QuantizingCodec(ABC):
             least, largest = block.reduce(np.minimum, values), block.reduce(np.maximum, values)
             # A NaN makes the comparison false.
             if not (least.min() >= -_LARGEST[dtype] and largest.max() <= _LARGEST[dtype]):
-                return self._lossless.encode_bytes(plain)
+                return super().encode(page)
             end = position + block.num_scales * self.scale_bytes
             scales[position:end] = self._encode_block(
                 block, values, least, largest, block.elements(codes)
@@ -131,21 +128,16 @@ class QuantizingCodec(ABC):
             position = end
         return (memoryview(self._header), *pack_chunk(scales), *pack_chunk(codes))
 
-    def decode(self, data: memoryview, page: Segments) -> None:
-        if unpack_header(data).method != self.method:
-            self._lossless.decode(data, page)
-            return
-        page_bytes = sum(segment.nbytes for segment in page)
-        if bytes(data[:HEADER_BYTES]) != self._header or page_bytes != self._layout.page_bytes:
-            raise CodecError(
-                f"a page was encoded as {unpack_header(data)}, not for {page_bytes} bytes of "
-                f"layout {self._layout.digest:#010x}"
-            )
+    def _decoded(self, header: Header, data: memoryview) -> Iterable[Bytes]:
+        if header.method != self.method:
+            return super()._decoded(header, data)
+        if header.page_bytes != self._layout.page_bytes:
+            raise CodecError(f"a page of {header.page_bytes} bytes is not of the layout")
         reader = ChunkReader(data[HEADER_BYTES:])
         scales = reader.chunk(self._num_scales * self.scale_bytes)
         codes = reader.chunk(self._num_elements)
         reader.finish()
-        spread(self._decoded_blocks(scales, codes), page)
+        return self._decoded_blocks(scales, codes)
 
     def _decoded_blocks(self, scales: Bytes, codes: Bytes) -> Iterator[Bytes]:
         position = 0

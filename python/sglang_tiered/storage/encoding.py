@@ -20,9 +20,10 @@ from sglang_tiered.codecs.encoded import (
     METHOD_FP8,
     METHOD_INT8,
     MIN_SAVED_SHARE,
+    PageCodec,
+    plain_page,
     unpack_header,
 )
-from sglang_tiered.codecs.zstd import ZstdCodec, plain_page
 from sglang_tiered.errors import CodecError
 from sglang_tiered.storage.base import Reason, Tier
 from sglang_tiered.storage.region.format import padded
@@ -135,7 +136,7 @@ class PageEncoding:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
-        self._codec = ZstdCodec(layout) if name == NO_CODEC else make_codec(name, layout)
+        self._codec = PageCodec(layout) if name == NO_CODEC else make_codec(name, layout)
         self._clock = clock
         self._lock = threading.Lock()  # a leaf, of all below
         self._stats = EncodingStats(is_on=self.encodes)

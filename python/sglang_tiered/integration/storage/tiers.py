@@ -212,7 +212,7 @@ def _open_object_tier(
     from sglang_tiered.storage.bucket import BucketEngine
 
     engine = BucketEngine(bucket, namespace=namespace, encoding=encoding)
-    logger.info("object tier open at %s: namespace %s", bucket.shown_url, namespace.hex()[:16])
+    logger.info("object tier open at %s: namespace %s", bucket.url, namespace.hex()[:16])
     return engine
 
 

@@ -191,7 +191,16 @@ class Directory:
             yield chunk
 
     def _walk(self, folder: str, after: str) -> Iterator[Listed]:
-        found: list[Listed | str] = []  # files, and paths of folders
+        for each in self._look(folder, after):
+            if isinstance(each, Listed):
+                yield each
+            elif each >= after[: len(each)]:
+                yield from self._walk(each, after)
+
+    def _look(self, folder: str, after: str) -> list[Listed | str]:
+        """Return the files in a folder behind ``after``, and the paths of the folders in it, in the
+        order of paths."""
+        found: list[Listed | str] = []
         with (
             contextlib.suppress(FileNotFoundError),
             self._open_folder(folder) as fd,
@@ -201,28 +210,15 @@ class Directory:
                 path = f"{folder}/{entry.name}"
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     if entry.is_dir(follow_symlinks=False):
-                        if path >= after[: len(path)]:
-                            found.append(path)
+                        found.append(path)
                     elif path > after and entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
                         found.append(Listed(path, status.st_size, status.st_mtime, _tag(status)))
-        for each in sorted(found, key=lambda each: each if isinstance(each, str) else each.path):
-            if isinstance(each, str):
-                yield from self._walk(each, after)
-            else:
-                yield each
+        return sorted(found, key=lambda each: each if isinstance(each, str) else each.path)
 
     def folders(self, folder: str) -> list[str]:
         """Return the paths of the folders in a folder."""
-        with (
-            contextlib.suppress(FileNotFoundError),
-            self._open_folder(folder) as fd,
-            os.scandir(fd) as found,
-        ):
-            return sorted(
-                f"{folder}/{each.name}" for each in found if each.is_dir(follow_symlinks=False)
-            )
-        return []
+        return [each for each in self._look(folder, "") if isinstance(each, str)]
 
     def _sync_names(self, folder: int) -> None:
         if self._syncs_names:

@@ -24,12 +24,11 @@ from sglang_tiered.storage.base import (
     TierEngine,
     TierStats,
 )
-from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
-from sglang_tiered.storage.bucket.discovery import Discovery
-from sglang_tiered.storage.bucket.erasing import Keeper, Records, erase
+from sglang_tiered.storage.bucket.collect import Collector
 from sglang_tiered.storage.bucket.names import NAMESPACE_BYTES
-from sglang_tiered.storage.bucket.requests import Breaker, BucketError, Requests
+from sglang_tiered.storage.bucket.requests import BucketError, Requests
 from sglang_tiered.storage.bucket.state import BucketState
+from sglang_tiered.storage.bucket.sync import Discovery, Keeper
 from sglang_tiered.storage.bucket.transfers import Transfers
 from sglang_tiered.storage.jobs import Workers, call_each
 from sglang_tiered.storage.promises import all_true, ended, is_true
@@ -70,8 +69,8 @@ class BucketEngine(TierEngine):
     """The pages of one namespace under one URL, shared with every engine that has both.
 
     Opening touches nothing and returns at once: what is in the bucket becomes known in the
-    background, and a bucket that cannot be reached is ``MISS_ONLY``. Raises ``ConfigError`` for an
-    invalid URL or without obstore, ``ValueError`` for a namespace of the wrong length.
+    background, and a bucket that cannot be reached is ``MISS_ONLY``. Raises ``ConfigError``
+    without obstore, ``ValueError`` for a namespace of the wrong length.
 
     ``namespace`` digests everything that gives the bytes their meaning. Pages are put as they come,
     encoded or not; ``encoding`` decodes those that are loaded as longer ones. ``clock`` times
@@ -91,21 +90,21 @@ class BucketEngine(TierEngine):
     ) -> None:
         _check(namespace)
         self._settings = settings
-        self._breaker = breaker = Breaker(clock, settings.url, self._wake_discovery)
         self._requests = requests = Requests(
-            settings.url, timeout_s=settings.request_timeout_s, on_outcome=breaker.note
+            settings.url,
+            timeout_s=settings.request_timeout_s,
+            clock=clock,
+            on_open=self._wake_discovery,
         )
         self._state = state = BucketState(settings, namespace, encoding, clock, wall_clock)
-        self._transfers = transfers = Transfers(state, requests, breaker)
+        self._transfers = transfers = Transfers(state, requests)
         self._collector: Collector | None = None
         self._stop = threading.Event()
-        records = Records(state, requests)
-        discovery = Discovery(state, requests, breaker, records)
-        keeper = Keeper(state, requests, records)
+        discovery = Discovery(state, requests)
         self._workers = workers = Workers()
         workers.start("bucket-deadlines", transfers.run_deadlines)
         workers.start("bucket-discovery", discovery.run)
-        workers.start("bucket-keeper", keeper.run)
+        workers.start("bucket-keeper", Keeper(state, requests, discovery).run)
         workers.start("bucket-transfer", transfers.run, max(settings.num_connections, 2))
 
     @property
@@ -119,9 +118,8 @@ class BucketEngine(TierEngine):
 
     def start_collecting(self) -> None:
         """Keep the namespace in bounds from now on, in turn with the other servers that have it."""
-        settings = self._settings
-        bounds = CollectorSettings(capacity_bytes=settings.capacity_bytes, ttl_s=settings.ttl_s)
-        self._collector = Collector(self._requests, bounds)
+        capacity_bytes, ttl_s = self._settings.capacity_bytes, self._settings.ttl_s
+        self._collector = Collector(self._requests, capacity_bytes=capacity_bytes, ttl_s=ttl_s)
         run = partial(self._collector.run_in_background, self._stop, lambda: self.namespace)
         self._workers.start("bucket-collector", run)
 
@@ -133,7 +131,7 @@ class BucketEngine(TierEngine):
     # ---- Lookups ----
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        if self._state.closed or self._breaker.is_open:
+        if self._state.closed or self._requests.breaker.is_open:
             return [False] * len(keys)
         with self._state.lock:
             return self._state.index.holds(keys)
@@ -190,7 +188,7 @@ class BucketEngine(TierEngine):
         one. Memory only."""
         state = self._state
         has_room = state.write_budget.holds(state.page_bytes) and state.request_budget.holds(1)
-        return has_room and self._breaker.accepts_stores()
+        return has_room and self._requests.breaker.accepts_stores()
 
     @property
     def has_listed(self) -> bool:
@@ -226,8 +224,20 @@ class BucketEngine(TierEngine):
             state.discovery_ready.notify_all()
 
     def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
-        """Erase as the contract says: everything is what this namespace has."""
-        return erase(self._state, what)
+        """Erase as the contract says: everything is what this namespace has. What another server
+        told, that makes durable, or after some minutes this one."""
+        state = self._state
+        with state.lock:
+            if state.closed or what.is_empty:
+                return ended(what.is_empty)
+            if not what.spread:
+                for each in what.pieces:
+                    state.hide_told(each)
+                return ended(True)
+            jobs = state.jobs.about(what)
+            orders = [state.order(each) for each in what.records]
+            state.ask_keeper()
+        return state.promises.watch(all_true([order.durable for order in orders], jobs))
 
     def report_erased(self, told: Callable[[Sequence[Erasure]], None]) -> None:
         state = self._state
@@ -285,12 +295,10 @@ class BucketEngine(TierEngine):
             state.pins.expire()
             names = state.pins.book.of_tenant(None)
         infos = []
-        for name in names:
+        for name in names:  # lookups wait for one at a time
             with state.lock:
-                info = state.pins.info(name)
-            if info is not None:
-                infos.append(info)
-        return infos
+                infos.append(state.pins.info(name))
+        return [info for info in infos if info is not None]
 
     @property
     def pinned_bytes(self) -> int:
@@ -342,7 +350,7 @@ class BucketEngine(TierEngine):
     def _diagnosis(self) -> tuple[Health, str]:
         if self._state.closed:
             return Health.FAILED, "closed"
-        return self._breaker.diagnosis()
+        return self._requests.breaker.diagnosis()
 
     def close(self) -> None:
         """Close as the contract says. Requests under way are waited for, ten seconds at most, then

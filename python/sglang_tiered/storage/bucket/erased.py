@@ -23,7 +23,6 @@ import secrets
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
@@ -61,19 +60,13 @@ _NAME = re.compile(r"(([0-9a-f]{12})-([0-9a-f]{32}))-([a-z])([0-9a-f]*)")
 _HEX_CHARS = {"t": 2 * TENANT_BYTES, "n": 2 * NAMESPACE_BYTES, "k": 0, "m": 12}
 
 
-class _KeyBytes(msgspec.Struct, frozen=True, array_like=True):
-    keys: bytes  # one behind the other
+class _RecordEntry(NamedTuple):
+    """One erasure in an object of several."""
 
-
-class _RecordEntry(msgspec.Struct, frozen=True, array_like=True):
     number: int
     id: bytes
     unix_s: float  # when its record was written, by the store's clock
-    keys: bytes
-
-
-class _Merged(msgspec.Struct, frozen=True, array_like=True):
-    entries: list[_RecordEntry]
+    keys: bytes  # one behind the other
 
 
 class Record(NamedTuple):
@@ -109,7 +102,7 @@ def record_path(number: int, what: Erasure, namespace: bytes) -> str:
 
 
 def record_data(what: Erasure) -> bytes:
-    return seal(_KeyBytes(b"".join(what.keys or ())))
+    return seal((b"".join(what.keys or ()),))
 
 
 def read_records(
@@ -157,40 +150,34 @@ def _read(requests: Requests, listed: Listed, match: re.Match[str]) -> list[Reco
     """Read an object; None for one that is gone meanwhile."""
     number, record_id = int(match[2], 16), bytes.fromhex(match[3])
     kind, digits = match[4], match[5]
-    whats: list[tuple[int, Erasure, float]] = []
-    if len(digits) != _HEX_CHARS.get(kind):
-        pass
-    elif kind in "km":
-        is_sound = 0 < listed.size <= _MAX_RECORD_BYTES
-        data = requests.whole(listed) if is_sound else memoryview(b"")
-        if data is None:
-            return None
-        whats = list(_unpack(kind, bytes(data), number, record_id, listed.modified))
-    else:
-        tenant = bytes.fromhex(digits) if kind == "t" else None
-        whats = [(number, Erasure(None, tenant, record_id, spread=False), listed.modified)]
-    namespace = bytes.fromhex(digits) if kind == "n" and whats else b""
-    return [
-        Record(each, what, namespace, listed.path, modified) for each, what, modified in whats
-    ] or [Record(number, None, b"", listed.path, listed.modified)]
+    place = listed.path, listed.modified
+    if len(digits) == _HEX_CHARS.get(kind) and kind in "tn":
+        named = bytes.fromhex(digits)
+        what = Erasure(None, named if kind == "t" else None, record_id, spread=False)
+        return [Record(number, what, named if kind == "n" else b"", *place)]
+    data: memoryview | None = memoryview(b"")
+    if len(digits) == _HEX_CHARS.get(kind) and 0 < listed.size <= _MAX_RECORD_BYTES:
+        data = requests.whole(listed)
+    if data is None:
+        return None
+    entries = _entries(kind, bytes(data), _RecordEntry(number, record_id, listed.modified, b""))
+    is_sound = all(0 < e.number <= number and len(e.keys) % KEY_BYTES == 0 for e in entries)
+    found = []
+    for entry in entries if is_sound else ():
+        split = range(0, len(entry.keys), KEY_BYTES)
+        keys = tuple(dict.fromkeys(entry.keys[at : at + KEY_BYTES] for at in split))
+        what = Erasure(keys, None, entry.id, spread=False)
+        found.append(Record(entry.number, what, b"", listed.path, entry.unix_s))
+    return found or [Record(number, None, b"", *place)]
 
 
-def _unpack(
-    kind: str, data: bytes, number: int, record_id: bytes, modified: float
-) -> Iterator[tuple[int, Erasure, float]]:
-    """Yield the erasures of an object, with their numbers and times; none if it is damaged."""
+def _entries(kind: str, data: bytes, own: _RecordEntry) -> list[_RecordEntry]:
+    """Return what an object of erased pages says; nothing if it is damaged."""
     if kind == "k":
-        single = unseal(data, _KeyBytes)
-        entries = [] if single is None else [_RecordEntry(number, record_id, modified, single.keys)]
-    else:
-        merged = unseal(data, _Merged)
-        entries = [] if merged is None else [_RecordEntry(number, record_id, modified, b"")]
-        entries += merged.entries if merged is not None else []
-    if all(0 < e.number <= number and len(e.keys) % KEY_BYTES == 0 for e in entries):
-        for entry in entries:
-            split = range(0, len(entry.keys), KEY_BYTES)
-            keys = tuple(dict.fromkeys(entry.keys[at : at + KEY_BYTES] for at in split))
-            yield entry.number, Erasure(keys, None, entry.id, spread=False), entry.unix_s
+        keys = unseal(data, list[bytes])
+        return [] if keys is None else [own._replace(keys=b"".join(keys))]
+    merged = unseal(data, list[list[_RecordEntry]])
+    return [] if merged is None else [own, *chain.from_iterable(merged)]
 
 
 def records_of(whats: Sequence[tuple[Erasure, bytes]], first: int, now: float) -> list[Record]:
@@ -249,11 +236,10 @@ def _merged(
         for each in chain.from_iterable(batch.values())
         if each.what is not None and each.what.keys and each.modified >= oldest_s
     }
-    numbers = [entry.number for entry in entries.values()]
     if entries:
+        numbers = [entry.number for entry in entries.values()]
         path = record_path(max(numbers), Erasure(()), b"")
-        data = seal(_Merged(list(entries.values())))
-        yield f"{path[:-1]}m{min(numbers):012x}", data, list(batch)
+        yield f"{path[:-1]}m{min(numbers):012x}", seal((list(entries.values()),)), list(batch)
 
 
 class BucketErasures:

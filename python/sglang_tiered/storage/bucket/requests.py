@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections import Counter
 from concurrent.futures import wait
 from datetime import timedelta
@@ -43,7 +44,6 @@ except ImportError:  # the tier is optional: only opening it asks for the librar
 
 logger = logging.getLogger(__name__)
 
-REMOTE = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 _OWNERS = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}
 _CONNECT = timedelta(seconds=5)
 _YES = ("1", "true", "yes")
@@ -72,14 +72,6 @@ _FAILURES_TOLERATED = 2
 
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
-
-_STATUS = re.compile(r"status code: (\d{3})")
-_CREDENTIALS = re.compile(
-    r"ExpiredToken|InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|TokenRefreshRequired"
-)
-_METADATA = re.compile(r"/latest/api/token|/latest/meta-data|/computeMetadata/|metadata/identity")
-_RANGE = re.compile(r"InvalidRange|StartTooLarge|Wanted range starting")
-_DENIED_TYPES = ("PermissionDeniedError", "UnauthenticatedError")
 
 
 class Remote:
@@ -202,38 +194,53 @@ class BucketError(Exception):
         self.status = status
 
 
+_STATUS = re.compile(r"status code: (\d{3})")
+_CAUSES = [
+    (re.compile(pattern), failure, what)
+    for pattern, failure, what in (
+        ("NoSuchBucket", Failure.DENIED, "found no such bucket"),
+        ("FileNotFoundError", Failure.NOT_FOUND, "found no such object"),
+        (
+            "status code: 416|InvalidRange|StartTooLarge|Wanted range starting",
+            Failure.BAD_RANGE,
+            "asked beyond the end of an object",
+        ),
+        (
+            "/latest/api/token|/latest/meta-data|/computeMetadata/|metadata/identity",
+            Failure.DENIED,
+            "found no credentials in the environment",
+        ),
+        (
+            "ExpiredToken|InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken"
+            "|TokenRefreshRequired",
+            Failure.DENIED,
+            "was refused: the credentials are wrong or expired",
+        ),
+        (
+            "PermissionDeniedError|UnauthenticatedError|PermissionError|status code: 40[13]",
+            Failure.DENIED,
+            "was refused: no permission",
+        ),
+        ("BadScheme", Failure.DENIED, "was not sent: the endpoint is not https"),
+        ("status code: ", Failure.UNAVAILABLE, "was answered with status {}"),
+        ("Timeout|TimedOut", Failure.UNAVAILABLE, "was not answered in time"),
+        ("kind: Connect", Failure.UNAVAILABLE, "found no connection"),
+    )
+]
+"""What the names of an exception's classes and its text say: the first that is found."""
+
+
 def explain(error: BaseException, kind: str) -> BucketError:
     """Return the cause of an exception that a request of this kind raised."""
-    text, name = str(error), type(error).__name__
+    text = " ".join([*(each.__name__ for each in type(error).__mro__), str(error)])
     match = _STATUS.search(text)
     status = int(match[1]) if match else None
-
-    def said(failure: Failure, what: str) -> BucketError:
-        return BucketError(failure, f"{kind} {what}", status)
-
-    if "NoSuchBucket" in text:
-        return said(Failure.DENIED, "found no such bucket")
-    if isinstance(error, FileNotFoundError):
-        return said(Failure.NOT_FOUND, "found no such object")
-    if status == 416 or _RANGE.search(text):
-        return said(Failure.BAD_RANGE, "asked beyond the end of an object")
-    if _METADATA.search(text):
-        return said(Failure.DENIED, "found no credentials in the environment")
-    if _CREDENTIALS.search(text):
-        return said(Failure.DENIED, "was refused: the credentials are wrong or expired")
-    if name in _DENIED_TYPES or isinstance(error, PermissionError) or status in (401, 403):
-        return said(Failure.DENIED, "was refused: no permission")
-    if "BadScheme" in text:
-        return said(Failure.DENIED, "was not sent: the endpoint is not https")
-    if status is not None:
-        return said(Failure.UNAVAILABLE, f"was answered with status {status}")
-    if "Timeout" in text or "TimedOut" in text:
-        return said(Failure.UNAVAILABLE, "was not answered in time")
-    if "kind: Connect" in text:
-        return said(Failure.UNAVAILABLE, "found no connection")
-    if isinstance(error, OSError) and error.strerror:
-        return said(Failure.UNAVAILABLE, f"failed: {error.strerror}")
-    return said(Failure.UNAVAILABLE, f"failed ({name})")
+    for pattern, failure, what in _CAUSES:
+        if pattern.search(text):
+            return BucketError(failure, f"{kind} {what.format(status)}", status)
+    strerror = error.strerror if isinstance(error, OSError) else None
+    what = f"failed: {strerror}" if strerror else f"failed ({type(error).__name__})"
+    return BucketError(Failure.UNAVAILABLE, f"{kind} {what}", status)
 
 
 def tried(doing: str, step: Callable[..., object], *arguments: object) -> bool:
@@ -249,31 +256,15 @@ def tried(doing: str, step: Callable[..., object], *arguments: object) -> bool:
 
 
 def _open(url: str, timeout_s: float) -> Directory | Remote:
-    """Open what a URL names, touching nothing but a directory. Raises ``ConfigError`` if it is
-    invalid, or without obstore."""
+    """Open what a URL names, touching nothing but a directory. Raises ``ConfigError`` if it cannot
+    be, or without obstore."""
     require("the object tier", "obstore")
     if obstore is None:
         raise ConfigError("obstore is installed but cannot be imported; install it anew.")
-    try:
-        parts = urlsplit(url)
-        is_bare = not (parts.username or parts.password or parts.query or parts.fragment)
-    except ValueError:
-        raise ConfigError("the URL of the object tier is not one") from None
-    if not is_bare:
-        raise ConfigError(
-            "the URL of the object tier must hold nothing but scheme, bucket and prefix: "
-            "credentials come from the environment"
-        )
-    if parts.scheme == "memory" or (parts.scheme in REMOTE and parts.netloc):
-        return Remote(url, timeout_s)
+    parts = urlsplit(url)
     if parts.scheme != "file":
-        raise ConfigError(
-            f"{url} is not a place for the object tier: pass s3://bucket/prefix, gs://, "
-            "az:// or the file URL of a directory"
-        )
+        return Remote(url, timeout_s)
     directory = Path(unquote(parts.path))
-    if parts.netloc not in ("", "localhost") or not directory.is_absolute():
-        raise ConfigError(f"{url} must be a file URL of an absolute path")
     with contextlib.suppress(OSError):  # one that is not there may come yet
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return Directory(directory)
@@ -284,9 +275,8 @@ class Requests:
     URL of a directory, or ``memory://name``. Thread-safe. Every method raises ``BucketError``, and
     each does from ``close`` on, so whatever asks again and again ends.
 
-    ``on_outcome`` is called after every request that reads: with None when it was answered, else
-    with the error. Opening touches nothing but, for a file URL, the directory; it raises
-    ``ConfigError`` for an invalid URL, or without obstore.
+    ``breaker`` notes every request that reads. Opening touches nothing but, for a file URL, the
+    directory; it raises ``ConfigError`` without obstore, or for an environment that does not fit.
     """
 
     def __init__(
@@ -294,10 +284,11 @@ class Requests:
         url: str,
         *,
         timeout_s: float = 10.0,
-        on_outcome: Callable[[BucketError | None], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+        on_open: Callable[[], None] | None = None,
     ) -> None:
         self._place = _open(url, timeout_s)
-        self._on_outcome = on_outcome
+        self.breaker = Breaker(clock, url, on_open)
         self._closed = False
         self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()
@@ -372,7 +363,7 @@ class Requests:
             with self._lock:
                 self._requests["get"] += 1
                 self.bytes_in += num_read
-            self._on_outcome(None)
+            self.breaker.note(None)
         return num_read
 
     def modified(self, path: str) -> float | None:
@@ -423,8 +414,8 @@ class Requests:
             pass
 
     def _ask(self, kind: str, request: Callable[[], Any]) -> Any:
-        """Make one request, and note how it ended: puts and deletes here, others where
-        ``on_outcome`` says. Raises ``BucketError``."""
+        """Make one request, and note how it ended: puts and deletes here, others by the
+        breaker. Raises ``BucketError``."""
         if self._closed:
             raise BucketError(Failure.UNAVAILABLE, f"{kind} was not sent: the tier is closed")
         with self._lock:
@@ -444,7 +435,7 @@ class Requests:
                     self._troubles[kind] = cause.clause
         else:
             is_answered = is_missing or cause is None or cause.failure is Failure.BAD_RANGE
-            self._on_outcome(None if is_answered else cause)
+            self.breaker.note(None if is_answered else cause)
         if cause is not None:
             raise cause from None
         return answer
@@ -458,7 +449,9 @@ class Breaker:
     A bucket that never answered yet gets no benefit of the doubt: its first failure opens.
     Thread-safe. ``stores``: pauses behind puts that failed, while loads go on."""
 
-    def __init__(self, clock: Callable[[], float], name: str, on_open: Callable[[], None]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], name: str, on_open: Callable[[], None] | None
+    ) -> None:
         self._name = name
         self._on_open = on_open
         self._lock = threading.Lock()
@@ -502,6 +495,6 @@ class Breaker:
             was_open, self._cause = self.is_open, cause
             self.probes.fail(tolerated)
             opens = self.is_open and not was_open
-        if opens:
+        if opens and self._on_open is not None:  # else nobody heeds it, as a command
             self._on_open()
             logger.warning("%s: %s; every lookup misses until it works again", self._name, cause)

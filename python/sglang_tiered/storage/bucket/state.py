@@ -57,15 +57,6 @@ class PendingErasure:
         return (self.what.tenant or self.namespace,)
 
 
-class _ToldErasure(NamedTuple):
-    """An erasure of another server whose record will be behind that one, and has until then."""
-
-    what: Erasure
-    namespace: bytes
-    after: int
-    until: float
-
-
 @dataclass(eq=False, slots=True)
 class Upload:
     """A page on its way. Its buffer is the caller's until ``BucketState.settle``."""
@@ -73,15 +64,9 @@ class Upload:
     job: Job
     position: int
     namespace: bytes
-    stamp: int
-    num_bytes: int
+    name: PageName  # but for what is known once its bytes are put
     dropped: bool = False  # erased meanwhile
     is_copied: bool = False  # its buffer is not touched any more
-    is_settled: bool = False
-
-    @property
-    def key(self) -> bytes:
-        return self.job.run.keys[self.position]
 
 
 @dataclass(eq=False, slots=True)
@@ -174,7 +159,9 @@ class BucketState:
         self.seen = 0  # by the owner's other tiers too: the stamp of what it stores
         self.orders: dict[PendingErasure, None] = {}  # not durable yet
         self._unrecorded: Counter[bytes] = Counter()  # what orders without a number name
-        self._told: dict[bytes, _ToldErasure] = {}  # by id, without a record so far
+        # By id, those of others without a record so far: namespace, how long it has, and behind
+        # which record it will be.
+        self._told: dict[bytes, tuple[Erasure, bytes, float, int]] = {}
         self.is_asked = False  # the keeper, for what it has not tried yet
         # Ids of the pieces of erasures that are done here; true: of this server's.
         self.heard: dict[bytes, bool] = {}
@@ -185,6 +172,10 @@ class BucketState:
     @property
     def layout(self) -> Layout:
         return Layout(self.namespace)
+
+    def store_time(self) -> float:
+        """Return what time it is by the store's clock, in seconds since 1970."""
+        return self.wall_clock() + self.skew_s
 
     def notify_all(self) -> None:
         for ready in (
@@ -241,8 +232,8 @@ class BucketState:
         if what.id in self.heard:
             return
         self.hide_unrecorded(what)
-        until = self.clock() + _TOLD_S * random.uniform(1.0, 2.0)  # not all servers at once
-        self._told[what.id] = _ToldErasure(what, self.namespace, self.erased.top, until)
+        until_s = self.clock() + _TOLD_S * random.uniform(1.0, 2.0)  # not all servers at once
+        self._told[what.id] = what, self.namespace, until_s, self.erased.top
         if len(self._told) > _MAX_TOLD:
             del self._told[next(iter(self._told))]
 
@@ -250,14 +241,14 @@ class BucketState:
         """Have the keeper write what was told long ago and has no record: who told it may have no
         bucket, or none that it may write to. Nothing that it names would be stored again."""
         now = self.clock()
-        for each in [each for each in self._told.values() if each.until <= now]:
-            del self._told[each.what.id]
-            if each.after < self.erased.top:
-                continue  # a later record lets such stores go on
-            # What it hid is hidden; pins of what is stored again stay.
-            order = PendingErasure(each.what, each.namespace, self.promises.make())
-            self._add_order(order)
-            self.ask_keeper()
+        for what, namespace, until_s, after in list(self._told.values()):
+            if until_s > now:
+                continue
+            del self._told[what.id]
+            if after == self.erased.top:  # else a later record lets such stores go on
+                # What it hid is hidden; pins of what is stored again stay.
+                self._add_order(PendingErasure(what, namespace, self.promises.make()))
+                self.ask_keeper()
 
     def apply(self, record: Record) -> bool:
         """Hide what a record of one piece names, and have the owner told. Returns whether that is
@@ -285,7 +276,7 @@ class BucketState:
         def is_gone(upload: Upload) -> bool:
             if namespace not in (None, upload.namespace):
                 return False
-            return names((upload.key,), upload.job.run.tenant)
+            return names((upload.name.key,), upload.name.tenant)
 
         for upload in self.uploading:
             if is_gone(upload):
@@ -346,19 +337,18 @@ class BucketState:
     # ---- Ends of stores and loads ----
 
     def add(self, upload: Upload) -> None:
-        self.pending[upload.key] = upload
-        self.staged_bytes += upload.num_bytes
+        self.pending[upload.name.key] = upload
+        self.staged_bytes += upload.name.length
         self._left[upload.job] = self._left.get(upload.job, 0) + 1
         self.uploads[upload] = None
         self.transfer_ready.notify()
 
     def settle(self, upload: Upload, reason: Reason) -> None:
-        """Say what became of a page, whose buffer no thread touches any more."""
-        if upload.is_settled:
-            return
-        upload.is_settled = True
+        """Say what became of a page, once, whose buffer no thread touches any more."""
+        if self.uploading.pop(upload, True) is None:
+            self.upload_done.notify_all()
         self._no_longer_pending(upload)
-        self.staged_bytes -= upload.num_bytes
+        self.staged_bytes -= upload.name.length
         job = upload.job
         job.reasons[upload.position] = reason
         self._left[job] -= 1
@@ -367,8 +357,8 @@ class BucketState:
             self.jobs.finish(job)
 
     def _no_longer_pending(self, upload: Upload) -> None:
-        if self.pending.get(upload.key) is upload:
-            del self.pending[upload.key]
+        if self.pending.get(upload.name.key) is upload:
+            del self.pending[upload.name.key]
 
     def finish_load(self, load: BucketLoad) -> None:
         load.is_open = False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_tiered.codecs.encoded import copied
+from sglang_tiered.codecs.encoded import copied, spread
 from sglang_tiered.storage.base import NO_TENANT, JobKind, Reason, Tier
 from sglang_tiered.storage.bucket.names import Layout, PageName, is_page, page_checksum
 from sglang_tiered.storage.bucket.requests import BucketError, Failure
@@ -23,7 +23,7 @@ from sglang_tiered.storage.bucket.state import BucketLoad, PageLoad, Upload
 
 if TYPE_CHECKING:
     from sglang_tiered.storage.base import Job, Page, Run
-    from sglang_tiered.storage.bucket.requests import Breaker, Requests
+    from sglang_tiered.storage.bucket.requests import Requests
     from sglang_tiered.storage.bucket.state import BucketState
 
 
@@ -36,10 +36,10 @@ class Transfers:
     """Takes jobs on any thread, and carries them out on those of its ``run`` methods. Loads come
     first, and stores leave half of the connections to them."""
 
-    def __init__(self, state: BucketState, requests: Requests, breaker: Breaker) -> None:
+    def __init__(self, state: BucketState, requests: Requests) -> None:
         self._state = state
         self._requests = requests
-        self._breaker = breaker
+        self._breaker = requests.breaker
         self._clock_lock = threading.Lock()
         self._look_at = state.clock()  # at the store's clock
 
@@ -207,11 +207,7 @@ class Transfers:
         encoding = self._state.encoding
         if encoding is not None and len(stored) < sum(segment.nbytes for segment in page):
             return encoding.decode(stored, page)
-        position = 0
-        for segment in page:  # numpy lets other threads run meanwhile
-            part = stored[position : position + segment.nbytes]
-            np.copyto(np.frombuffer(segment, np.uint8), np.frombuffer(part, np.uint8))
-            position += segment.nbytes
+        spread([np.frombuffer(stored, np.uint8)], page)
         return Reason.OK
 
     def _corrupt(self, page: PageLoad) -> Reason:
@@ -274,7 +270,8 @@ class Transfers:
                 job.reasons[position] = Reason.REJECTED
                 room = num_bytes  # a chain is of no use behind its first gap
             else:
-                uploads.append(Upload(job, position, state.namespace, state.seen, length))
+                name = PageName(key, run.tenant, length, state.seen, 0)
+                uploads.append(Upload(job, position, state.namespace, name))
                 num_bytes += length
         return uploads
 
@@ -287,9 +284,8 @@ class Transfers:
         except BaseException:  # a panic of the library is no Exception
             self._breaker.fault("uploading")
         with state.lock:
-            del state.uploading[upload]
-            state.settle(upload, Reason.CANCELLED if upload.dropped else reason)
-            state.upload_done.notify_all()
+            if upload in state.uploading:  # else it was closed meanwhile
+                state.settle(upload, Reason.CANCELLED if upload.dropped else reason)
 
     def _upload(self, upload: Upload) -> Reason:
         """Upload a page. Raises ``BucketError``."""
@@ -303,8 +299,7 @@ class Transfers:
         upload.is_copied = True
         layout = Layout(upload.namespace)
         self._look_at_the_clock(layout)
-        now = int(state.wall_clock() + state.skew_s)
-        name = PageName(upload.key, job.run.tenant, upload.num_bytes, upload.stamp, now)
+        name = upload.name._replace(unix_s=int(state.store_time()))
         name = name._replace(checksum=page_checksum(name.stem(layout), (data,)))
         path = name.path(layout)
         try:
@@ -318,7 +313,7 @@ class Transfers:
             state.bytes_written += len(data)
             if not upload.dropped:
                 state.num_pages_stored += 1
-                state.bytes_stored += upload.num_bytes
+                state.bytes_stored += name.length
                 state.skipped.pop(path, None)
                 if upload.namespace == state.namespace:
                     state.index.put(name)

@@ -3,7 +3,6 @@ collector, which plans only, unless told to delete."""
 
 from __future__ import annotations
 
-import array
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,8 @@ import msgspec
 
 from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.flags import format_bytes, parse_bytes, parse_duration
-from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
+from sglang_tiered.remote_config import object_url
+from sglang_tiered.storage.bucket.collect import Collector
 from sglang_tiered.storage.bucket.erased import BucketErasures, all_records
 from sglang_tiered.storage.bucket.names import (
     ERASED,
@@ -27,8 +27,6 @@ from sglang_tiered.storage.bucket.names import (
 )
 from sglang_tiered.storage.bucket.pins import unpack_pin
 from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
-from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
-from sglang_tiered.storage.region.notes import read_note, read_page_sizes
 from sglang_tiered.tools.store.report import (
     MAX_LISTED,
     age,
@@ -40,7 +38,6 @@ from sglang_tiered.tools.store.report import (
     print_verdict,
     speed,
 )
-from sglang_tiered.tools.store.target import resolve
 from sglang_tiered.tools.terminal import print_lines
 
 if TYPE_CHECKING:
@@ -48,7 +45,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.storage.bucket.directory import Listed
-    from sglang_tiered.storage.region.notes import PageSize
     from sglang_tiered.tools.store.report import Columns
 
 
@@ -60,7 +56,6 @@ _SUMMED = (
 _COLUMNS: Columns = {
     "namespace": ("namespace", digest),
     "pages": ("pages", number),
-    "tokens": ("tokens", number),
     "in the store": ("stored_bytes", format_bytes),
     "tenants": ("tenants", number),
     "oldest": ("oldest_age_s", age),
@@ -87,8 +82,6 @@ def _look(arguments: argparse.Namespace) -> int:
     is_full = arguments.command == "verify"
     if arguments.region is not None:
         raise ConfigError("--region is for a directory, not for a URL.")
-    noted = None if is_full else arguments.tier_dir
-    sizes = {} if noted is None else _noted_sizes(noted)
     requests, names, notes = _open(arguments.place)
     started = time.monotonic()
     records = all_records(requests)
@@ -103,7 +96,7 @@ def _look(arguments: argparse.Namespace) -> int:
             layout = Layout(name)
             if is_full:
                 problems += _bad_pins(requests, layout)
-            entry, wrong = _count(requests, layout, erased, sizes.get(name), is_full and pool)
+            entry, wrong = _count(requests, layout, erased, is_full and pool)
             namespaces.append(entry)
             problems += wrong
     ages = [entry[key] for entry in namespaces for key in ("oldest_age_s", "newest_age_s")]
@@ -112,7 +105,6 @@ def _look(arguments: argparse.Namespace) -> int:
         "namespaces": namespaces,
         "total": {
             **{key: sum(entry[key] for entry in namespaces) for key in _SUMMED},
-            "tokens": None,
             "tenants": None,
             **_ends([age for age in ages if age is not None]),
         },
@@ -126,26 +118,6 @@ def _look(arguments: argparse.Namespace) -> int:
     return finish(arguments, report, lambda report: _show(report, is_full=is_full))
 
 
-def _noted_sizes(directory: Path) -> dict[bytes, PageSize]:
-    """Return what servers of that directory noted of their pages, by namespace. Raises
-    ``StoreError``."""
-    sizes: dict[bytes, PageSize] = {}
-    for shard in resolve(directory).shards:
-        sizes |= read_page_sizes(read_note(shard, PAGE_SIZES_NAME))
-    return sizes
-
-
-def _num_tokens(lengths: Sequence[int], size: PageSize | None) -> int | None:
-    """Return the tokens of pages that are stored in these lengths; None where nobody noted that, or
-    where they do not tell."""
-    if size is None:
-        return None
-    in_memory = size.in_memory(lengths)
-    if (in_memory < 0).any():
-        return None
-    return int((in_memory == size.nbytes).sum()) * size.num_tokens // size.num_pools
-
-
 def _problem(path: str, what: str) -> dict[str, str]:
     return {"path": path, "problem": what}
 
@@ -154,20 +126,18 @@ def _count(
     requests: Requests,
     layout: Layout,
     erased: BucketErasures,
-    size: PageSize | None,
     pool: ThreadPoolExecutor | Literal[False],
 ) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """Return what a namespace holds, and what is wrong with it. With a pool every page is read, as
     many at once as it has threads."""
     found: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
-    tenants, lengths, modified = set[bytes](), array.array("Q"), list[float]()  # first and last
+    tenants, modified = set[bytes](), list[float]()  # of the first and last
     problems = []
     for chunk in requests.listing(layout.pages):
         named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
         found["foreign"] += len(chunk) - len(named)
         found["pages"] += len(named)
         for each, name in named:
-            lengths.append(name.length)
             tenants.add(name.tenant)
             found["page_bytes"] += name.length
             found["stored_bytes"] += each.size
@@ -186,8 +156,7 @@ def _count(
     found["pins"] = sum(len(chunk) for chunk in requests.listing(layout.pins))
     now = time.time()
     ends = _ends([max(now - each, 0.0) for each in modified])
-    tokens, named_tenants = _num_tokens(lengths, size), sum(any(tenant) for tenant in tenants)
-    counts = {**found, "tokens": tokens, "tenants": named_tenants}
+    counts = {**found, "tenants": sum(any(tenant) for tenant in tenants)}
     return {"namespace": layout.namespace.hex(), **counts, **ends}, problems
 
 
@@ -245,10 +214,9 @@ def _gc(arguments: argparse.Namespace) -> int:
         ttl = parse_duration("--ttl", ttl)
     if most is not None:
         most = parse_bytes("--max-bytes", most, otherwise="leave it out for no cap")
-    settings = CollectorSettings(ttl_s=ttl, capacity_bytes=most)
     requests, namespaces, notes = _open(arguments.place)
     # It is no server: its marker must not make a namespace look used. So by this machine's clock.
-    collector = Collector(requests, settings, clock=time.time)
+    collector = Collector(requests, capacity_bytes=most, ttl_s=ttl, clock=time.time)
     # Of the namespaces the one that was used last stays, however long ago that is.
     used = {name: requests.modified(Layout(name).collected) or 0.0 for name in namespaces}
     reports = {
@@ -263,7 +231,7 @@ def _gc(arguments: argparse.Namespace) -> int:
     report = {
         "url": arguments.place,
         "deleted": arguments.delete,
-        "settings": msgspec.to_builtins(settings),
+        "settings": {"capacity_bytes": most, "ttl_s": ttl},
         "namespaces": [
             {"namespace": name.hex(), **msgspec.to_builtins(found)}
             for name, found in reports.items()
@@ -308,10 +276,7 @@ def _show_gc(report: dict[str, Any]) -> None:
 def _open(url: str) -> tuple[Requests, list[bytes], list[str]]:
     """Open the object tier at a URL: its namespaces, and what is to be noted. Raises
     ``ConfigError`` and ``StoreError``; creates nothing, not even a directory."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        raise ConfigError(f"the URL of the object tier is not one; {_WAY_OUT}") from None
+    parts = urlsplit(object_url("PLACE", url))
     if parts.scheme == "file" and not Path(unquote(parts.path)).is_dir():
         raise StoreError(f"{url} is not a directory; {_WAY_OUT}")
     requests = Requests(url)

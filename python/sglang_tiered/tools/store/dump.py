@@ -14,8 +14,7 @@ from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, region_name
 from sglang_tiered.storage.region.walk import read_run
 from sglang_tiered.tools.store.report import problem_json, problem_text
-from sglang_tiered.tools.store.scan import open_shards
-from sglang_tiered.tools.store.target import resolve
+from sglang_tiered.tools.store.scan import open_shards, resolve
 from sglang_tiered.tools.terminal import note
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader
-    from sglang_tiered.tools.store.target import StoreTarget
+    from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader, StoreTarget
 
 
 class _DumpedPage(NamedTuple):

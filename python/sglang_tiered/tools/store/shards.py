@@ -3,15 +3,15 @@ reads no sealed payload; the second reads everything, and checks it against its 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress, TransferSpeedColumn
 
-from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import format_bytes
 from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.format import FORMAT_VERSION
@@ -30,8 +30,7 @@ from sglang_tiered.tools.store.report import (
     size,
     speed,
 )
-from sglang_tiered.tools.store.scan import open_shards
-from sglang_tiered.tools.store.target import Holder, find_holder, resolve
+from sglang_tiered.tools.store.scan import Holder, find_holder, open_shards, resolve
 from sglang_tiered.tools.terminal import print_lines
 
 if TYPE_CHECKING:
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from sglang_tiered.storage.region.notes import PageSize
-    from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader
-    from sglang_tiered.tools.store.target import StoreTarget
+    from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader, StoreTarget
 
 
 _STATES = ("sealed", "open", "damaged", "other_format")
@@ -74,8 +72,6 @@ _OF_NAMESPACE = {
 
 def run(arguments: argparse.Namespace) -> int:
     is_full = arguments.command == "verify"
-    if not is_full and arguments.tier_dir is not None:
-        raise ConfigError("--tier-dir is for a URL, not for a directory.")
     target = resolve(arguments.directory)
     readers = open_shards(target, arguments.region)
     started, bytes_read = time.monotonic(), 0
@@ -105,7 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
         known = [each for each in ours if each is not None]
         stored = sum(each.stored_bytes for each in known)
         entry["ratio"] = sum(each.page_bytes for each in known) / stored if known else None
-        entry["tokens"] = _sum_tokens(shards, [each and each.tokens for each in ours])
+        entry["tokens"] = _sum_tokens(
+            shards, [None if each is None else each.tokens for each in ours]
+        )
     report: dict[str, Any] = {
         "directory": str(target.path),
         "kind": "tier" if target.is_tier else "shard",
@@ -171,13 +169,11 @@ class _ShardSums:
             ours = np.repeat(contents.of_namespace(namespace), contents.extents["num_pages"])
             told.add(contents.pages["length"][ours], keys[ours], alive[ours])
 
-    def told(self) -> dict[str, _OfNamespace]:
-        """Return what the noted sizes of pages tell of namespaces. Left out is one where the
-        lengths of pages do not tell."""
-        found = {namespace.hex(): told.result() for namespace, told in self._told.items()}
-        return {namespace: result for namespace, result in found.items() if result is not None}
+    def told(self) -> dict[str, _ToldOf]:
+        """Return what the noted sizes of pages tell, by namespaces."""
+        return {name.hex(): told for name, told in self._told.items() if told.is_known}
 
-    def report(self, told: Mapping[str, _OfNamespace]) -> dict[str, Any]:
+    def report(self, told: Mapping[str, _ToldOf]) -> dict[str, Any]:
         reader, num_pages = self._reader, self._sums["pages"]
         name = reader.shard.name
         others = [problem_json(name, found, None, file) for file, found in reader.problems()]
@@ -232,20 +228,13 @@ def _count(view: ScannedRegion, field: str, entries: dict[str, dict[str, Any]]) 
         entry["payload_bytes"] += int(nbytes_)
 
 
-class _OfNamespace(NamedTuple):
-    """Of all pages of a namespace, and of those that a lookup can hit."""
-
-    stored_bytes: int
-    page_bytes: int  # in memory
-    tokens: int
-
-
 class _ToldOf:
-    """Adds up what the noted size of its pages tells of a namespace."""
+    """Adds up what the noted size of its pages tells of a namespace in a shard: of all its pages,
+    and of those that a lookup can hit."""
 
     def __init__(self, noted: PageSize) -> None:
         self._noted, self._is_told = noted, True
-        self._stored_bytes = self._page_bytes = 0
+        self.stored_bytes = self.page_bytes = 0  # the latter in memory
         self._keys = [np.zeros(0, np.uint64)]
 
     def add(self, lengths: Any, keys: Any, alive: Any) -> None:
@@ -253,15 +242,18 @@ class _ToldOf:
         if (in_memory < 0).any():
             self._is_told, self._keys = False, []
         if self._is_told:
-            self._stored_bytes += int(lengths.sum(dtype=np.int64))
-            self._page_bytes += int(in_memory.sum())
+            self.stored_bytes += int(lengths.sum(dtype=np.int64))
+            self.page_bytes += int(in_memory.sum())
             self._keys.append(keys[alive & (in_memory == self._noted.nbytes)])
 
-    def result(self) -> _OfNamespace | None:
-        if not self._is_told or not self._page_bytes:
-            return None
-        tokens = _num_different(self._keys) * self._noted.num_tokens
-        return _OfNamespace(self._stored_bytes, self._page_bytes, tokens // self._noted.num_pools)
+    @property
+    def is_known(self) -> bool:
+        """Return whether the lengths of pages tell, and there are any."""
+        return self._is_told and self.page_bytes > 0
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        return _num_different(self._keys) * self._noted.num_tokens // self._noted.num_pools
 
 
 def _sum_tokens(shards: Sequence[dict[str, Any]], tokens: Sequence[int | None]) -> int | None:

@@ -17,7 +17,7 @@ from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
-from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
+from sglang_tiered.storage.bucket.collect import Collector
 from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.requests import BucketError, Requests
 
@@ -161,7 +161,7 @@ def test_no_link_leads_out_of_the_directory(tmp_path: Path, place: str) -> None:
     link.parent.mkdir(parents=True)
     link.symlink_to(home)
     requests = Requests(bucket.as_uri())
-    Collector(requests, CollectorSettings(ttl_s=1.0)).run_once(NAMESPACE)
+    Collector(requests, ttl_s=1.0).run_once(NAMESPACE)
     through = str(link.relative_to(bucket))
     for call in (
         lambda: requests.put(f"{through}/docs/new", b"1"),

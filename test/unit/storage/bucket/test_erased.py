@@ -77,8 +77,9 @@ def test_failing_readers_skip_no_merged_record(make_engine: Any) -> None:
         a._requests.put(path, records.record_data(what))
 
     def merge() -> None:
-        entries = [records._RecordEntry(n, bytes([n]) * 16, 0.0, keys[n - 1]) for n in (1, 2)]
-        a._requests.put(merged_path(2), seal(records._Merged(entries)))
+        entries = [(n, bytes([n]) * 16, 0.0, keys[n - 1]) for n in (1, 2)]
+        path = f"{records.ERASED}/{2:012x}-{'ab' * 16}-m{1:012x}"
+        a._requests.put(path, seal((entries,)))
         a._requests.delete(paths[:2])
         merges.append(True)
 
@@ -90,29 +91,27 @@ def test_failing_readers_skip_no_merged_record(make_engine: Any) -> None:
         assert all(a._state.erased.kills(N, A, key, n) for n, key in enumerate(keys))
 
 
-def merged_path(number: int) -> str:
-    return f"{records.ERASED}/{number:012x}-{'ab' * 16}-m{1:012x}"
+def merged(number: int) -> bytes:
+    return seal(([(number, b"i" * 16, 0.0, b"k" * 32)],))
 
 
-@pytest.mark.parametrize("number", [0, 9, 1 << 31])
-def test_a_merged_record_names_none_beyond_its_own(make_engine: Any, number: int) -> None:
-    """As a damaged writer's: the numbers of all later ones would go on from there."""
+@pytest.mark.parametrize(
+    ("named", "data"),
+    [
+        *((f"m{1:012x}", merged(number)) for number in (0, 9, 1 << 31)),
+        *((named, b"") for named in ("n" + "0" * 63, "t" + "0" * 31, "m0", "z")),
+    ],
+)
+def test_a_damaged_record_hides_all_that_is_older(
+    make_engine: Any, named: str, data: bytes
+) -> None:
+    """It stops no listing, or erasures of other servers would not be heard of any more. Nor does
+    one that names numbers beyond its own: those of all later ones would go on from there."""
     a = make_engine()
-    entries = [records._RecordEntry(number, b"i" * 16, 0.0, b"k" * 32)]
-    a._requests.put(merged_path(8), seal(records._Merged(entries)))
+    a._requests.put(f"{records.ERASED}/{8:012x}-{'ab' * 16}-{named}", data)
     assert a.refresh(TIMEOUT_S)
     with a._state.lock:
         assert a._state.erased.top == 8
-        assert a._state.erased.hides(N, A, b"x" * 32, 7), "what it said is unknown"
-
-
-@pytest.mark.parametrize("named", ["n" + "0" * 63, "t" + "0" * 31, "m0", "z"])
-def test_a_damaged_name_hides_all_that_is_older(make_engine: Any, named: str) -> None:
-    """It stops no listing, or erasures of other servers would not be heard of any more."""
-    a = make_engine()
-    a._requests.put(f"{records.ERASED}/{8:012x}-{'ab' * 16}-{named}", b"")
-    assert a.refresh(TIMEOUT_S)
-    with a._state.lock:
         assert a._state.erased.hides(N, A, b"x" * 32, 7), "what it said is unknown"
         assert not a._state.erased.kills(N, A, b"x" * 32, 7), "nothing is deleted for it"
         assert not a._state.erased.hides(N, A, b"x" * 32, 8)

@@ -19,7 +19,7 @@ from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import NO_TENANT, Erasure, Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine, names, state
 from sglang_tiered.storage.bucket import erased as records
-from sglang_tiered.storage.bucket.collect import Collector, CollectorSettings
+from sglang_tiered.storage.bucket.collect import Collector
 from sglang_tiered.storage.bucket.directory import Listed
 from sglang_tiered.storage.bucket.pins import pack_pin
 from sglang_tiered.storage.promises import is_true
@@ -191,7 +191,7 @@ def test_records_merged_under_a_reader_are_read(a: BucketEngine, b: BucketEngine
         what = Erasure.of([key])
         a._requests.put(records.record_path(number + 1, what, N), records.record_data(what))
     listing, remove, late = b._requests.listing, a._requests.delete, time.time() + 3600.0
-    collector = Collector(a._requests, CollectorSettings(), clock=lambda: late)
+    collector = Collector(a._requests, clock=lambda: late)
 
     def merged_behind(folder: str, *, after: str | None = None) -> Iterator[list[Listed]]:
         yield from listing(folder, after=after)
@@ -225,7 +225,7 @@ def test_notes_of_pins_go_with_the_pages(make_engine: Any) -> None:
     assert not other.has_pin("q")
     path, late = names.Layout(NAMESPACE).pin("p"), Pin("p", NO_TENANT, run.keys, None, b"tokens")
     a._requests.put(path, pack_pin(late, 0))
-    Collector(a._requests, CollectorSettings()).run_once(NAMESPACE)
+    Collector(a._requests).run_once(NAMESPACE)
     assert b"tokens" not in notes()
     assert b.refresh(TIMEOUT_S)
     assert b.pins()[0].name == "p"
@@ -291,7 +291,7 @@ def test_no_collector_deletes_a_pin_renewed_since(make_engine: Any) -> None:
             assert is_true(begun, TIMEOUT_S)  # type: ignore[arg-type]
 
     a._requests.delete = renewed_behind  # type: ignore[method-assign, assignment]
-    later = Collector(a._requests, CollectorSettings(), clock=lambda: now + 200)
+    later = Collector(a._requests, clock=lambda: now + 200)
     assert later.run_once(NAMESPACE).num_removed == 2
     assert listed(a, a._state.layout.pins) == gone[:1]
 

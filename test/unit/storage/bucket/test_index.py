@@ -1,11 +1,15 @@
-"""The index keeps its books, whatever goes."""
+"""The index keeps its books, whatever goes; names are those of the format."""
 
 from __future__ import annotations
 
 import random
 
+import pytest
+
+from sglang_tiered.storage.base import Erasure
+from sglang_tiered.storage.bucket.erased import record_path
 from sglang_tiered.storage.bucket.index import BucketIndex
-from sglang_tiered.storage.bucket.names import PageName
+from sglang_tiered.storage.bucket.names import Layout, PageName, parse_page
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -80,3 +84,35 @@ def test_an_erased_tenant_hides_and_goes_later() -> None:
     assert table.num_dead == 0
     assert len(table._rows) == 11
     table.check_integrity()
+
+
+LAYOUT = Layout(b"\x11" * 32)
+PAGE = PageName(b"\xa1" * 32, b"\x22" * 16, 8 << 20, 7, 1_700_000_000, 0xDEADBEEF)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("-", "_"),
+        ("a1a1", "A1a1"),
+        ("2023111422", "2023131422"),
+        ("2023111422", "9999111422"),
+        ("2023111422", "1969111422"),
+        ("/1320", "/6020"),
+        ("deadbeef", ""),
+    ],
+)
+def test_a_name_that_is_not_ours_is_nothing(old: str, new: str) -> None:
+    path = PAGE.path(LAYOUT)
+    assert old in path
+    assert parse_page(path.replace(old, new)) is None
+    assert parse_page(path + "#1") is None
+
+
+def test_names_are_those_of_version_2() -> None:
+    what = Erasure(tenant=b"\x22" * 16, id=b"\xab" * 16)
+    folder = f"v2/{'11' * 32}"
+    page = f"{folder}/pages/2023111422/1320-7-{'22' * 16}-{'a1' * 32}-800000-00000000deadbeef"
+    assert PAGE.path(LAYOUT) == page
+    assert record_path(7, what, b"") == f"v2/erased/000000000007-{'ab' * 16}-t{'22' * 16}"
+    assert LAYOUT.pin("a") == f"{folder}/pins/27c35e6e9373877f29e562464e46497e"

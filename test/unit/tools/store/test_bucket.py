@@ -112,7 +112,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("gc", "/", "--ttl", "1d", "--delete"), "gc is for the URL of an object tier"),
     (("gc", "s3://bucket/kv", "--ttl", "soon"), "is not a time"),
     (("gc", "s3://bucket/kv", "--max-bytes", "lots"), "is not a size"),
-    (("stat", "s3://me:hunter2@bucket/kv"), "credentials come from the environment"),
+    (("stat", "s3://me:hunter2@bucket/kv"), "come from the environment"),
 ]
 
 

@@ -22,8 +22,7 @@ from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.directory import STORE_VERSION, prepare, shard_path
 from sglang_tiered.storage.region.files import ERASED_NAME, LOCK_NAME
 from sglang_tiered.storage.region.notes import PageSize, add_page_size
-from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader
-from sglang_tiered.tools.store.target import find_holder
+from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader, find_holder
 
 PAYLOAD = 12_288 + 12_000 + 9_000
 
@@ -108,7 +107,7 @@ def test_equal_inode_of_another_disk_is_no_holder(
     """Two fresh disks give their locks the same number, and only one may be in use."""
     lock = (shard / LOCK_NAME).stat()
     locks = tmp_path / "locks"
-    monkeypatch.setattr("sglang_tiered.tools.store.target._LOCKS", locks)
+    monkeypatch.setattr("sglang_tiered.tools.store.scan._LOCKS", locks)
     for device, held in ((lock.st_dev, True), (lock.st_dev ^ 1, False)):
         place = f"{os.major(device):02x}:{os.minor(device):02x}:{lock.st_ino}"
         locks.write_text(f"1: FLOCK  ADVISORY  WRITE 77 {place} 0 EOF\n")
