@@ -6,8 +6,9 @@ import pytest
 from page_peers import NAMESPACE, Wanted, make_pages, page_client, page_server
 
 from kit.waiting import eventually
-from sglang_tiered.sharing.pages.landing import PageOutcome
+from sglang_tiered.sharing.pages.client import PageOutcome
 from sglang_tiered.sharing.settings import PageSettings
+from sglang_tiered.storage.base import Run
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,7 +36,7 @@ def test_pages_of_any_length_arrive_whatever_their_segments(
         for key, buffer in wanted.buffers.items():
             assert bytes(buffer) == (held[key] if key in more else b"\xa5" * len(wants[key]))
         eventually(lambda: server.held_bytes == reader.held_bytes == 0)
-        assert client.stats.num_bytes == server.stats.bytes_served == sum(ODD_SIZES[2:])
+        assert client.num_bytes == server.bytes_served == sum(ODD_SIZES[2:])
 
 
 def test_another_namespace_is_a_miss() -> None:
@@ -81,8 +82,8 @@ def test_requests_stay_within_the_window() -> None:
     with page_server(pages) as (server, reader), page_client(settings) as client:
         reader.hold = True
         wanted = Wanted(client, server.port, pages)
-        eventually(lambda: server.stats.num_requests == 4)
-        assert client.stats.num_requests == 4, "half of the window at one server"
+        eventually(lambda: server.num_requests == 4)
+        assert client.num_requests == 4, "half of the window at one server"
         reader.let_go()
         assert wanted.wait() == [PageOutcome.OK] * 40
 
@@ -113,7 +114,7 @@ def test_idle_connections_are_closed_and_made_again() -> None:
         for _ in range(2):
             assert Wanted(client, server.port, pages).wait() == [PageOutcome.OK]
             eventually(lambda: client.num_links == 0)
-        assert client.stats.num_links_lost == 0
+        assert client.num_links_lost == 0
 
 
 def test_the_number_of_connections_is_bounded() -> None:
@@ -137,8 +138,7 @@ def test_the_number_of_connections_is_bounded() -> None:
 def test_invalid_address_is_not_connected() -> None:
     ended: list[PageOutcome] = []
     with page_client() as client:
-        page = (memoryview(bytearray(10)),)
-        done = lambda fetch: ended.extend(fetch.outcomes)  # noqa: E731
-        client.fetch("ipc:///tmp/x", NAMESPACE, [bytes(32)], [page], deadline_s=None, done=done)
+        run = Run((bytes(32),), ((memoryview(bytearray(10)),),))
+        client.fetch("ipc:///tmp/x", NAMESPACE, run, None, lambda each: ended.extend(each.outcomes))
         eventually(lambda: ended == [PageOutcome.LOST])
         assert client.num_links == 0

@@ -5,28 +5,27 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import zmq
 
 from kit.waiting import eventually
 from sglang_tiered.checksummed import page_checksum
+from sglang_tiered.sharing.page_source import Place
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME
-from sglang_tiered.sharing.pages.server import PageServer, Place
+from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.settings import PageSettings
-from sglang_tiered.storage.base import Job, JobKind, Reason, Run
-from sglang_tiered.storage.jobs import LoadPart, SplitLoad
+from sglang_tiered.storage.base import Job, JobKind, Run
 from sglang_tiered.wire.sockets import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from sglang_tiered.sharing.pages.landing import PageFetch, PageOutcome
+    from sglang_tiered.sharing.pages.client import PageFetch, PageOutcome
+    from sglang_tiered.storage.jobs import LoadPart
 
 NAMESPACE = b"\x22" * 32
 HOST = "127.0.0.1"
@@ -58,7 +57,7 @@ class ReadBytes:
 
 
 class DictReader:
-    """A ``PageReader`` over a dictionary. ``hold`` keeps reads from ending until ``let_go``."""
+    """A ``PageSource`` over a dictionary. ``hold`` keeps reads from ending until ``let_go``."""
 
     def __init__(self, pages: Pages, namespace: bytes = NAMESPACE) -> None:
         self.pages = pages
@@ -110,7 +109,7 @@ class DictReader:
 def page_server(pages: Pages, **options: Any) -> Iterator[tuple[PageServer, DictReader]]:
     reader = DictReader(pages)
     options.setdefault("settings", PATIENT)
-    server = PageServer(reader, **{"namespace": NAMESPACE, "host": HOST} | options)
+    server = PageServer(reader, **{"namespace": NAMESPACE} | options)
     try:
         yield server, reader
     finally:
@@ -142,26 +141,17 @@ class Wanted:
         self.at_end: list[bytes] = []
         self.outcomes: dict[bytes, PageOutcome] = {}
         cut = [_segments(memoryview(buffer), cuts) for buffer in self.buffers.values()]
-        job = Job(JobKind.LOAD, Run(tuple(pages), tuple(cut)))
+        client.load(
+            Job(JobKind.LOAD, Run(tuple(pages), tuple(cut))),
+            namespace,
+            lambda keys, failed: [None if failed else f"tcp://{HOST}:{port}"] * len(keys),
+            learn=self._learn,
+            over=self._over,
+            **options,
+        )
 
-        def read(part: LoadPart[int], left_s: float | None) -> None:
-            done = partial(self._done, part)
-            address, run = f"tcp://{HOST}:{port}", part.run
-            client.fetch(address, namespace, run.keys, run.pages, done=done, **options)
-
-        SplitLoad(
-            job,
-            time.monotonic,
-            None,
-            lambda keys, failed: [None if failed else port] * len(keys),
-            read,
-            self._over,
-            most_bytes=client.request_bytes,
-        ).begin()
-
-    def _done(self, part: LoadPart[int], fetch: PageFetch) -> None:
-        self.outcomes.update(zip(fetch.keys, fetch.outcomes, strict=True))
-        part.load.end(part, [Reason.OK] * len(fetch.keys))
+    def _learn(self, part: LoadPart[str], fetch: PageFetch) -> None:
+        self.outcomes.update(zip(part.run.keys, fetch.outcomes, strict=True))
 
     def _over(self, _: Job) -> None:
         self.at_end = [bytes(buffer) for buffer in self.buffers.values()]
@@ -228,7 +218,7 @@ class StrangeServer(_Stranger):
         all that it wants, or what it came to until its deadline."""
         asked: list[Any] = []
         while len(asked) < len(wanted.pages):
-            if wanted.ended.is_set() and len(asked) == client.stats.num_requests - num_before:
+            if wanted.ended.is_set() and len(asked) == client.num_requests - num_before:
                 break
             if self.socket.poll(1) and isinstance(message := self._receive(), messages.Fetch):
                 asked.append(message)

@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import StoreError, TransferError
 from sglang_tiered.sharing.page_source import PageSource
-from sglang_tiered.sharing.pages.client import PageClient
-from sglang_tiered.sharing.pages.landing import PageOutcome
-from sglang_tiered.sharing.pages.messages import MAX_REQUEST_PAGES
+from sglang_tiered.sharing.pages.client import PageClient, PageOutcome
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.storage.base import (
@@ -33,7 +31,7 @@ from sglang_tiered.storage.base import (
     TierEngine,
     TierStats,
 )
-from sglang_tiered.storage.jobs import JobBook, LoadPart, SplitLoad
+from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import ended
 from sglang_tiered.storage.region.device import copy_page
 from sglang_tiered.storage.region.files import LENDING_NAME
@@ -43,8 +41,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from sglang_tiered.sharing.pages.landing import Page, PageFetch
-    from sglang_tiered.storage.base import Erasure
+    from sglang_tiered.sharing.pages.client import PageFetch
+    from sglang_tiered.storage.base import Erasure, Page
+    from sglang_tiered.storage.jobs import LoadPart
 
 
 SETTINGS = PageSettings(is_local=True, max_reads=8)
@@ -53,29 +52,17 @@ SETTINGS = PageSettings(is_local=True, max_reads=8)
 RETRY_S = 1.0
 """A lender that could not be reached is tried again after this long."""
 
-_REASONS = {
-    PageOutcome.OK: Reason.OK,
-    PageOutcome.DAMAGED: Reason.CORRUPT,
-    PageOutcome.LATE: Reason.IO_ERROR,
-}
-
 
 def _namespace_of(claim: bytes | None) -> bytes:
     """Return the namespace in which pages are asked for; of no claim one that nobody else has."""
     return secrets.token_bytes(32) if claim is None else hashlib.sha256(claim).digest()
 
 
-class _LendingSocket:
-    """Where the socket of a shard is, however deep that lies. Raises ``OSError``."""
-
-    def __init__(self, shard: Path) -> None:
-        self._fd = os.open(shard, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.path = f"/proc/self/fd/{self._fd}/{LENDING_NAME}"
-        self.address = f"ipc://{self.path}"
-
-    def close(self) -> None:
-        """Close the directory, and leave the file."""
-        os.close(self._fd)
+def _open_shard(shard: Path) -> tuple[int, str]:
+    """Return a descriptor of a shard, and by it the path of its socket, however deep that lies.
+    Raises ``OSError``."""
+    descriptor = os.open(shard, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return descriptor, f"/proc/self/fd/{descriptor}/{LENDING_NAME}"
 
 
 @dataclass(eq=False, slots=True)
@@ -183,18 +170,18 @@ class PageLender:
             max_free_bytes=SETTINGS.max_serving_bytes // 2,
             generation=generation,
         )
-        self._socket = _LendingSocket(shard)
+        self._descriptor, self._path = _open_shard(shard)
         try:
             self._server = PageServer(
                 self._source,
                 namespace=self._namespace,
-                endpoint=self._socket.address,
+                endpoint=f"ipc://{self._path}",
                 settings=SETTINGS,
             )
             self._own = _OwnLoads(lambda: (self._namespace, generation()), self._server.loop.call)
-            os.chmod(self._socket.path, 0o600)
+            os.chmod(self._path, 0o600)
         except (TransferError, OSError) as error:
-            self._socket.close()
+            os.close(self._descriptor)
             raise StoreError(
                 f"{shard} takes no socket ({error}), by which ranks share its pages; pass another "
                 "--tier-dir"
@@ -227,8 +214,8 @@ class PageLender:
         self._own.close()
         self._server.stop()
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._socket.path)
-        self._socket.close()
+            os.unlink(self._path)
+        os.close(self._descriptor)
 
 
 class BorrowedEngine(TierEngine):
@@ -241,7 +228,7 @@ class BorrowedEngine(TierEngine):
         self.claim: bytes | None = None
         self._clock = clock
         self._lock = threading.Lock()  # of all below
-        self._lender: tuple[_LendingSocket, PageClient] | None = None
+        self._client: PageClient | None = None
         self._closed = False
         self._generation = 0  # of erasures
         self._failed_at: float | None = None
@@ -250,12 +237,13 @@ class BorrowedEngine(TierEngine):
     def open(self, shard: Path) -> None:
         """Borrow from the process that has this shard open, now or later. Once. Raises
         ``OSError``."""
-        self._lender = _LendingSocket(shard), PageClient(SETTINGS)
+        self._descriptor, path = _open_shard(shard)
+        self._address, self._client = f"ipc://{path}", PageClient(SETTINGS)
 
     @property
     def serves(self) -> bool:
         """Return whether a load could bring anything."""
-        return self.health is Health.RUNNING and None not in (self.claim, self._lender)
+        return self.health is Health.RUNNING and None not in (self.claim, self._client)
 
     @property
     def health(self) -> Health:
@@ -275,33 +263,25 @@ class BorrowedEngine(TierEngine):
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
         with self._lock:
             job = self._jobs.open(JobKind.LOAD, run)
-            claim, lender, generation = self.claim, self._lender, self._generation
-            if self._closed:
+            claim, client, generation = self.claim, self._client, self._generation
+            if self._closed or claim is None or client is None:
+                if not self._closed:
+                    job.reasons = [Reason.MISS] * run.num_pages
                 self._jobs.finish(job)
                 return job
-        address = None if claim is None or lender is None else lender[0].address
-        SplitLoad(
+        client.load(
             job,
-            self._clock,
-            None if deadline_s is None else self._clock() + deadline_s,
-            lambda keys, failed: [None if failed else address] * len(keys),
-            partial(self._fetch, _namespace_of(claim)),
-            partial(self._over, generation),
-            most_pages=MAX_REQUEST_PAGES,
-            most_bytes=SETTINGS.request_bytes if lender is None else lender[1].request_bytes,
-        ).begin()
+            _namespace_of(claim),
+            lambda keys, failed: [None if failed else self._address] * len(keys),
+            deadline_s=deadline_s,
+            learn=self._learn,
+            over=partial(self._over, generation),
+        )
         return job
 
-    def _fetch(self, namespace: bytes, part: LoadPart[str], left_s: float | None) -> None:
-        assert self._lender is not None
-        _, client = self._lender
-        run, done = part.run, partial(self._fetched, part)
-        client.fetch(part.holder, namespace, run.keys, run.pages, deadline_s=left_s, done=done)
-
-    def _fetched(self, part: LoadPart[str], fetch: PageFetch) -> None:
-        """End a part of a load, on the client's thread."""
+    def _learn(self, _: LoadPart[str], fetch: PageFetch) -> None:
+        """The client's thread."""
         self._failed_at = self._clock() if PageOutcome.LOST in fetch.outcomes else None
-        part.load.end(part, [_REASONS.get(outcome, Reason.MISS) for outcome in fetch.outcomes])
 
     def _over(self, generation: int, job: Job) -> None:
         with self._lock:
@@ -334,10 +314,9 @@ class BorrowedEngine(TierEngine):
             if self._closed:
                 return
             self._closed = True
-        if self._lender is not None:
-            socket, client = self._lender
-            client.close()
-            socket.close()
+        if self._client is not None:
+            self._client.close()
+            os.close(self._descriptor)
 
     def check_integrity(self) -> None:
         assert not self._jobs.num_inflight, f"{self._jobs.num_inflight} loads under way"

@@ -38,7 +38,7 @@ from sglang_tiered.wire.sockets import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sglang_tiered.sharing.pages.landing import PageFetch
+    from sglang_tiered.sharing.pages.client import PageFetch
     from sglang_tiered.sharing.pages.messages import FromServer
     from sglang_tiered.sharing.settings import PageSettings
     from sglang_tiered.wire.keys import Keys
