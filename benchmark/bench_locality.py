@@ -22,11 +22,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.mirror import Mirror
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.server import PageServer
-from sglang_tiered.sharing.settings import PageSettings, PeerSettings
+from sglang_tiered.sharing.settings import PageSettings, PeerSettings, Target
 from sglang_tiered.sharing.sync import PeerSync
 from sglang_tiered.sharing.telling import SIGN_OF_LIFE_S
 from sglang_tiered.storage.promises import ended

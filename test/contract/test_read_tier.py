@@ -16,9 +16,9 @@ from shared_tier import SharedTier
 from kit.runs import NAMESPACE, MakeRun, blank, page_data, select
 from kit.tiers import KEEPING, close_whole, loads, open_region, open_tier
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
 from sglang_tiered.sharing.peer_tier import PeerTier
+from sglang_tiered.sharing.settings import Target
 from sglang_tiered.storage.base import (
     Erasure,
     Health,

@@ -9,8 +9,8 @@ from page_peers import HOST, NAMESPACE
 from peer_servers import quick
 
 from kit.waiting import eventually
-from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.peer_tier import PeerTier
+from sglang_tiered.sharing.settings import Target
 from sglang_tiered.storage.region import RegionEngine
 
 if TYPE_CHECKING:

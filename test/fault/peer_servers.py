@@ -14,9 +14,8 @@ import numpy as np
 from page_peers import HOST, DictReader
 
 from kit.waiting import eventually
-from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.pages.server import PageServer
-from sglang_tiered.sharing.settings import PageSettings, PeerSettings
+from sglang_tiered.sharing.settings import PageSettings, PeerSettings, Target
 from sglang_tiered.sharing.sync import PeerSync
 from sglang_tiered.storage.promises import ended
 

@@ -18,11 +18,11 @@ from kit.waiting import eventually
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
 from sglang_tiered.route import events
 from sglang_tiered.route.fleet import Member, Replica
-from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.link import PageLink
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME
 from sglang_tiered.sharing.pages.server import PageServer
+from sglang_tiered.sharing.settings import Target
 from sglang_tiered.sharing.telling import SIGN_OF_LIFE_S
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true

@@ -12,10 +12,9 @@ import pytest
 from peer_servers import Server, Servers
 
 from kit.waiting import eventually
-from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.following import Follower
 from sglang_tiered.sharing.pages.messages import MAX_ERASED_KEYS
-from sglang_tiered.sharing.settings import PageSettings
+from sglang_tiered.sharing.settings import PageSettings, Target
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import ended, is_true, keep, promise
 

@@ -67,7 +67,7 @@ def _open_shard(shard: Path) -> tuple[int, str]:
 
 @dataclass(eq=False, slots=True)
 class _OwnLoad:
-    """A load of the process itself, and those that its pages are copied for."""
+    """A load of the lending process itself, and those that its pages are copied for."""
 
     job: Job
     moment: object  # of what pages are, and of erasures
@@ -75,86 +75,10 @@ class _OwnLoad:
     joined: list[Job] = field(default_factory=list)
 
 
-class _OwnLoads:
-    """Loads of the process itself, which others join that want the same pages meanwhile. ``moment``
-    changes with what pages are; ``later`` copies, on a thread of its own. Any thread."""
-
-    def __init__(self, moment: Callable[[], object], later: Callable[..., None]) -> None:
-        self._moment = moment
-        self._later = later
-        self._lock = threading.Lock()
-        self._by_key: dict[bytes, _OwnLoad] = {}
-        self._is_closed = False
-
-    def load(self, run: Run, submit: Callable[[Run], Job]) -> Job:
-        """Begin a load, which ends once who joined it has the pages."""
-        pages = dict(zip(run.keys, run.pages, strict=True))
-        own = _OwnLoad(Job(JobKind.LOAD, run), self._moment(), pages)
-        with self._lock:
-            if not self._is_closed:
-                self._by_key.update(dict.fromkeys(pages, own))
-        try:
-            submit(run).call_at_end(partial(self._ended, own))
-        except BaseException:
-            self._ended(own, own.job)  # or who joined it would wait for ever
-            raise
-        return own.job
-
-    def join(self, run: Run) -> Job | None:
-        """Return a load that waits for one under way, if one brings all of these pages."""
-        moment, sizes = self._moment(), [_size(page) for page in run.pages]
-        with self._lock:
-            own = self._by_key.get(run.keys[0])
-            if own is None or own.moment != moment:
-                return None
-            if [_size(own.pages.get(key, ())) for key in run.keys] != sizes:
-                return None
-            own.joined.append(Job(JobKind.LOAD, run))
-            return own.joined[-1]
-
-    def _ended(self, own: _OwnLoad, job: Job) -> None:
-        """May run under a store's lock."""
-        own.job.reasons = job.reasons
-        with self._lock:
-            for key in own.pages:
-                if self._by_key.get(key) is own:
-                    del self._by_key[key]
-            if own.joined and not self._is_closed:
-                self._later(self._copy, own)
-                return
-        self._finish(own)
-
-    def _copy(self, own: _OwnLoad) -> None:
-        became = dict(zip(own.pages, own.job.reasons, strict=True))
-        try:
-            for job in own.joined:
-                reasons = [became[key] for key in job.run.keys]
-                for key, (into,) in zip(job.run.keys, job.run.pages, strict=True):
-                    if became[key] is Reason.OK:
-                        copy_page(own.pages[key], into)
-                job.reasons = reasons
-        finally:
-            self._finish(own)
-
-    def _finish(self, own: _OwnLoad) -> None:
-        own.job.finish()  # the pages may change from now on
-        for job in own.joined:
-            job.finish()
-
-    def close(self) -> None:
-        """Let nobody join from now on. What is copied by then is copied."""
-        with self._lock:
-            self._is_closed = True
-            self._by_key.clear()
-
-
-def _size(page: Page) -> int:
-    return sum(part.nbytes for part in page)
-
-
 class PageLender:
     """Lends pages from construction to ``close``; the caller has the shard locked. ``submit``
-    begins a load. Raises ``StoreError`` where nothing can listen in the shard."""
+    begins a load, and ``generation`` changes with every erasure. Raises ``StoreError`` where
+    nothing can listen in the shard. Any thread; copies are made on that of the page server."""
 
     def __init__(
         self,
@@ -164,8 +88,12 @@ class PageLender:
     ) -> None:
         self._claim: bytes | None = None
         self._namespace = _namespace_of(None)
+        self._generation = generation
+        self._lock = threading.Lock()
+        self._own: dict[bytes, _OwnLoad] = {}  # by the keys of their pages
+        self._is_closed = False
         self._source = PageSource(
-            lambda run: self._own.join(run) or submit(run),
+            lambda run: self._join(run) or submit(run),
             namespace=lambda: self._namespace,
             max_free_bytes=SETTINGS.max_serving_bytes // 2,
             generation=generation,
@@ -178,7 +106,6 @@ class PageLender:
                 endpoint=f"ipc://{self._path}",
                 settings=SETTINGS,
             )
-            self._own = _OwnLoads(lambda: (self._namespace, generation()), self._server.loop.call)
             os.chmod(self._path, 0o600)
         except (TransferError, OSError) as error:
             os.close(self._descriptor)
@@ -186,7 +113,6 @@ class PageLender:
                 f"{shard} takes no socket ({error}), by which ranks share its pages; pass another "
                 "--tier-dir"
             ) from error
-        self._is_closed = False
 
     @property
     def claim(self) -> bytes | None:
@@ -204,18 +130,79 @@ class PageLender:
     def load(self, run: Run, submit: Callable[[Run], Job]) -> Job:
         """Begin a load of this process, whose pages go to borrowers too that ask for them before
         they are there. It ends once they have them, and has no other outcome."""
-        return self._own.load(run, submit)
+        pages = dict(zip(run.keys, run.pages, strict=True))
+        own = _OwnLoad(Job(JobKind.LOAD, run), self._moment, pages)
+        with self._lock:
+            if not self._is_closed:
+                self._own.update(dict.fromkeys(pages, own))
+        try:
+            submit(run).call_at_end(partial(self._ended, own))
+        except BaseException:
+            self._ended(own, own.job)  # or who joined it would wait for ever
+            raise
+        return own.job
+
+    @property
+    def _moment(self) -> object:
+        return self._namespace, self._generation()
+
+    def _join(self, run: Run) -> Job | None:
+        """Return a load that waits for an own one under way, if one brings all of these pages."""
+        moment, sizes = self._moment, [_size(page) for page in run.pages]
+        with self._lock:
+            own = self._own.get(run.keys[0])
+            if own is None or own.moment != moment:
+                return None
+            if [_size(own.pages.get(key, ())) for key in run.keys] != sizes:
+                return None
+            own.joined.append(Job(JobKind.LOAD, run))
+            return own.joined[-1]
+
+    def _ended(self, own: _OwnLoad, job: Job) -> None:
+        """May run under a store's lock."""
+        own.job.reasons = job.reasons
+        with self._lock:
+            for key in own.pages:
+                if self._own.get(key) is own:
+                    del self._own[key]
+            if own.joined and not self._is_closed:
+                self._server.loop.call(self._copy, own)
+                return
+        _finish(own)
+
+    def _copy(self, own: _OwnLoad) -> None:
+        became = dict(zip(own.pages, own.job.reasons, strict=True))
+        try:
+            for job in own.joined:
+                reasons = [became[key] for key in job.run.keys]
+                for key, (into,) in zip(job.run.keys, job.run.pages, strict=True):
+                    if became[key] is Reason.OK:
+                        copy_page(own.pages[key], into)
+                job.reasons = reasons
+        finally:
+            _finish(own)
 
     def close(self) -> None:
-        """Give nothing from now on. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._own.close()
+        """Give nothing from now on. What is copied by then is copied. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._own.clear()
         self._server.stop()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
         os.close(self._descriptor)
+
+
+def _finish(own: _OwnLoad) -> None:
+    own.job.finish()  # the pages may change from now on
+    for job in own.joined:
+        job.finish()
+
+
+def _size(page: Page) -> int:
+    return sum(part.nbytes for part in page)
 
 
 class BorrowedEngine(TierEngine):

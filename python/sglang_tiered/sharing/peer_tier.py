@@ -40,11 +40,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.sharing.addresses import Serving
     from sglang_tiered.sharing.membership import Membership
     from sglang_tiered.sharing.mirror import Mirror
     from sglang_tiered.sharing.pages.client import PageFetch
-    from sglang_tiered.sharing.settings import PeerSettings
+    from sglang_tiered.sharing.settings import PeerSettings, Serving
     from sglang_tiered.sharing.sync import EraseWanted
     from sglang_tiered.storage.base import Erasure, Run
     from sglang_tiered.storage.jobs import LoadPart

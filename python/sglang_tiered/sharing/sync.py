@@ -13,10 +13,10 @@ from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sglang_tiered.sharing.addresses import resolve
 from sglang_tiered.sharing.erasures import ErasureBook
 from sglang_tiered.sharing.following import Follower
 from sglang_tiered.sharing.mirror import Mirror
+from sglang_tiered.sharing.settings import resolve
 from sglang_tiered.sharing.telling import Followers, Holdings
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import Erasure
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.sharing.addresses import Target
     from sglang_tiered.sharing.membership import Membership
     from sglang_tiered.sharing.pages.messages import ErasureNotice
     from sglang_tiered.sharing.pages.server import PageServer
-    from sglang_tiered.sharing.settings import PageSettings, PeerSettings
+    from sglang_tiered.sharing.settings import PageSettings, PeerSettings, Target
     from sglang_tiered.sharing.telling import Held
     from sglang_tiered.storage.region.engine import RegionEngine
     from sglang_tiered.wire.keys import Keys

@@ -12,7 +12,7 @@ import pytest
 from kit.waiting import eventually
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.sharing import sync
-from sglang_tiered.sharing.addresses import Target, parse_targets
+from sglang_tiered.sharing.settings import Target, parse_targets
 from sglang_tiered.sharing.sync import PeerDiscovery
 
 

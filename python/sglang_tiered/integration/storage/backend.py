@@ -53,10 +53,9 @@ from sglang_tiered.integration.storage.tiers import (
 from sglang_tiered.integration.storage.transfers import ReadPlanner, TierTransfers
 from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
 from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
-from sglang_tiered.storage.base import Erasure, Run
+from sglang_tiered.storage.base import REMOTE_TIERS, Erasure, Run
 from sglang_tiered.storage.promises import all_true, keep, keep_as, promise
 from sglang_tiered.storage.stack import TierStack
-from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ from sglang_tiered.storage.base import Erasure, Health, JobKind, Reason, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack, loading
-from sglang_tiered.storage.stack.tiers import StackSettings
+from sglang_tiered.storage.stack.demotion import StackSettings
 
 PAGES = [8192] * 4
 TENANT = b"a" * 16
