@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from page_peers import HOST, DictReader
+from page_peers import HOST
 
 from kit.waiting import eventually
 from sglang_tiered.sharing.pages.server import PageServer
@@ -100,7 +100,7 @@ class Server:
             settings, namespace=namespace, held=self._held, erase=self._erase, notes=None
         )
         self.pages = PageServer(
-            DictReader({}),  # type: ignore[arg-type]
+            None,  # type: ignore[arg-type]  # nobody asks for pages
             namespace=namespace,
             endpoint=f"tcp://{HOST}:{port or '*'}",
             followers=self.sync.followers,
