@@ -57,17 +57,6 @@ def test_another_namespace_is_a_miss() -> None:
         assert len(tier.deadlines) == 1
 
 
-def test_many_fetches_at_once_over_one_small_window() -> None:
-    runs = [make_pages(seed, [20_000] * 10) for seed in range(20)]
-    held = {key: page for run in runs for key, page in run.items()}
-    with page_server(held) as (server, _), page_client(SMALL) as client:
-        fetches = [Wanted(client, server.port, run) for run in runs]
-        for wanted in fetches:
-            assert wanted.wait() == [PageOutcome.OK] * 10
-            assert wanted.is_right
-        assert client.num_links == 1
-
-
 def test_requests_stay_within_the_window() -> None:
     pages = make_pages(7, [50_000] * 40)
     settings = PageSettings(request_bytes=50_000, window_bytes=400_000, max_requests=64)

@@ -77,7 +77,7 @@ def open_place(name: str, directory: Path, opened: ExitStack) -> Place:
         borrower = BorrowedEngine()
         borrower.open(owner.directory)
         borrower.claim = b"model"
-        lender.claim = b"model"
+        lender.set_claim(b"model")
         return Place(borrower, owner)
     if name == "stack-of-nvme":
         tier: TierEngine = TierStack(open_region(directory / "store", **SIZES))

@@ -86,7 +86,6 @@ class PageLender:
         submit: Callable[[Run], Job],
         generation: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._claim: bytes | None = None
         self._namespace = _namespace_of(None)
         self._generation = generation
         self._lock = threading.Lock()
@@ -114,16 +113,10 @@ class PageLender:
                 "--tier-dir"
             ) from error
 
-    @property
-    def claim(self) -> bytes | None:
-        """Return what the pages are taken to be. They go only to a borrower with the same claim,
-        and to no borrower while it is None. The owner sets None before it changes what the engine
+    def set_claim(self, claim: bytes | None) -> None:
+        """Take the pages for this from now on. They go only to a borrower with the same claim, and
+        to no borrower while it is None. The owner sets None before it changes what the engine
         finds, and the new claim afterwards."""
-        return self._claim
-
-    @claim.setter
-    def claim(self, claim: bytes | None) -> None:
-        self._claim = claim
         self._namespace = _namespace_of(claim)
         self._server.set_namespace(self._namespace)
 

@@ -50,7 +50,7 @@ class World:
 
     def lend(self) -> PageLender:
         lender = PageLender(self.shard, self.submit, lambda: self.generation)
-        lender.claim = b"model"
+        lender.set_claim(b"model")
         return lender
 
     def borrow(self, **options: Any) -> BorrowedEngine:
@@ -118,9 +118,10 @@ def test_pages_of_another_claim_are_not_given(
     world: World, lender: PageLender, claim: bytes | None
 ) -> None:
     run, borrower = world.stored(1), world.borrower
-    lender.claim = claim
+    lender.set_claim(claim)
     assert finished(world.ask(run)) == [MISS]
-    borrower.claim, lender.claim = claim, b"model"
+    borrower.claim = claim
+    lender.set_claim(b"model")
     assert finished(world.ask(run)) == [MISS]
     assert borrower.lookup(run.keys).num_hits == (0 if claim is None else 1)
     borrower.claim = b"model"
@@ -131,7 +132,7 @@ def test_pages_of_another_claim_are_not_given(
 
 def test_pages_read_while_the_claim_changes_are_withheld(world: World, lender: PageLender) -> None:
     job = world.ask_held(world.stored(1))
-    lender.claim = b"after an update"
+    lender.set_claim(b"after an update")
     world.let_go.set()
     assert finished(job) == [MISS]
 

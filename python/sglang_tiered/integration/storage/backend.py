@@ -266,7 +266,7 @@ class TieredStorage(TierQueries):
                 self._namespace, is_nameless=self._is_nameless, num_updates=self._num_updates
             )
         if self._lender is not None:
-            self._lender.claim = claim
+            self._lender.set_claim(claim)
         elif isinstance(self.region_engine, BorrowedEngine):
             self.region_engine.claim = claim
 

@@ -53,10 +53,8 @@ class ServeRequest:
     """A client stops waiting for it at ``expires_at``, by the server's clock."""
 
     client: bytes
-    number: int
-    namespace: bytes
+    fetch: messages.Fetch
     keys: list[bytes]
-    lengths: list[int]
     num_bytes: int
     expires_at: float
 
@@ -261,22 +259,15 @@ class PageServer:
         if message.namespace != self._namespace:
             self._miss(client, message.number, len(keys))
             return
-        request = ServeRequest(
-            client,
-            message.number,
-            message.namespace,
-            keys,
-            message.lengths,
-            message.num_bytes,
-            self._clock() + message.patience_ms / 1000,
-        )
+        expires_at = self._clock() + message.patience_ms / 1000
+        request = ServeRequest(client, message, keys, message.num_bytes, expires_at)
         if not self._queue.add_request(request):
             self._busy(client, message.number)
 
     def _step(self) -> float | None:
         self._reap()
         for request in self._queue.expire(self._clock()):
-            self._send(request.client, messages.Busy(request.number))
+            self._send(request.client, messages.Busy(request.fetch.number))
         while len(self._reading) < (1 if self._source.is_pressed else self._settings.max_reads):
             wanted = self._queue.next_request()
             if wanted is None:
@@ -293,7 +284,7 @@ class PageServer:
         try:
             self._source.read(
                 request.keys,
-                request.lengths,
+                request.fetch.lengths,
                 lambda pages: self.loop.call(self._answer, request, pages),
             )
         except Exception:
@@ -305,12 +296,12 @@ class PageServer:
             return
         self._reading.discard(request)
         trackers = None
-        if pages is None or request.namespace != self._namespace:
-            self._miss(request.client, request.number, len(request.keys))
+        if pages is None or request.fetch.namespace != self._namespace:
+            self._miss(request.client, request.fetch.number, len(request.keys))
         else:
             found = [place for place in pages.places if place is not None]
             checksums = [place and place.checksum for place in pages.places]
-            answer = messages.Found(request.number, checksums)
+            answer = messages.Found(request.fetch.number, checksums)
             trackers = self._send(request.client, answer, _payload(pages, self._frame_bytes))
         if pages is None or trackers is None:
             self._release(request, pages)
