@@ -1,6 +1,6 @@
-"""Where servers are, as a user writes it, as ZeroMQ takes it, and as routers are told through a
-Redis (``membership``); that Redis; and the settings of both ends of a connection. Times in seconds,
-sizes in bytes."""
+"""Where servers are: as a user writes it, as ZeroMQ takes it, and as routers are told through a
+Redis (``membership``). Then that Redis, and the settings of both ends of a connection. Times in
+seconds, sizes in bytes."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ the snapshot is cut from what is held *now*. A reader of all pieces applies the 
 first of them, in order, and has what is held. The last change of a page says so, and a page without
 one has been there, or not, all the time.
 
-``Followers`` asks one question at a time of each, and owes it one answer. A follower asks again
-once it has its answer: that is the flow control.
+Each of ``Followers`` has one question under way, and is owed one answer. It asks again once it has
+that: this is the flow control.
 """
 
 from __future__ import annotations
@@ -152,10 +152,9 @@ class _FollowerState:
 
 class Followers:
     """The page server's thread, which sets ``send``: that sends to a client, and returns None if it
-    is gone or reads nothing. What is told is set by any: ``namespace`` and ``holdings``, and
-    ``digest`` of the erasures that a restart does not undo, and whose pages followers are told to
-    be gone, or will be first. ``taught`` takes erasures that another server knows, to be applied.
-    """
+    is gone or reads nothing. What is told any thread may set: ``namespace``, ``holdings`` and
+    ``digest``. That is of the erasures that a restart does not undo, and whose pages followers are
+    told to be gone, or will be first. ``taught`` takes erasures that another server knows."""
 
     send: Send
 
