@@ -6,7 +6,7 @@ import pytest
 from page_peers import NAMESPACE, Wanted, make_pages, page_client, page_server
 
 from kit.waiting import eventually
-from sglang_tiered.sharing.pages.client import PageOutcome
+from sglang_tiered.sharing.pages.link import PageOutcome
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.storage.base import JobKind, Run
 

@@ -25,7 +25,7 @@ from sglang_tiered.wire.sockets import encode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from sglang_tiered.sharing.pages.client import PageFetch, PageOutcome
+    from sglang_tiered.sharing.pages.link import PageFetch, PageOutcome
     from sglang_tiered.storage.jobs import LoadPart
 
 NAMESPACE = b"\x22" * 32

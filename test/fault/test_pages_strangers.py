@@ -27,7 +27,7 @@ from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.pages import messages
-from sglang_tiered.sharing.pages.client import PageOutcome
+from sglang_tiered.sharing.pages.link import PageOutcome
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME
 from sglang_tiered.wire.keys import PEER, Keys, load_keys, make_keys
 from sglang_tiered.wire.sockets import encode

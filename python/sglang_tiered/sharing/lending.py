@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import StoreError, TransferError
 from sglang_tiered.sharing.page_source import PageSource
-from sglang_tiered.sharing.pages.client import PageClient, PageOutcome
+from sglang_tiered.sharing.pages.client import PageClient
+from sglang_tiered.sharing.pages.link import PageOutcome
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.storage.base import (
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from sglang_tiered.sharing.pages.client import PageFetch
+    from sglang_tiered.sharing.pages.link import PageFetch
     from sglang_tiered.storage.base import Erasure, Page
     from sglang_tiered.storage.jobs import LoadPart
 

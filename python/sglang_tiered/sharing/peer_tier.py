@@ -19,7 +19,8 @@ import zmq
 
 from sglang_tiered.errors import ConfigError, TransferError
 from sglang_tiered.sharing.page_source import PageSource
-from sglang_tiered.sharing.pages.client import PageClient, PageOutcome
+from sglang_tiered.sharing.pages.client import PageClient
+from sglang_tiered.sharing.pages.link import PageOutcome
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.sharing.sync import PeerSync
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.sharing.membership import Membership
     from sglang_tiered.sharing.mirror import Mirror
-    from sglang_tiered.sharing.pages.client import PageFetch
+    from sglang_tiered.sharing.pages.link import PageFetch
     from sglang_tiered.sharing.settings import PeerSettings, Serving
     from sglang_tiered.sharing.sync import EraseWanted
     from sglang_tiered.storage.base import Erasure, Run

@@ -25,7 +25,7 @@ from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.page_source import BufferPool, PageSource
-from sglang_tiered.sharing.pages.client import PageOutcome
+from sglang_tiered.sharing.pages.link import PageOutcome
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
