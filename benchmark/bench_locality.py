@@ -22,13 +22,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from sglang_tiered.sharing.addresses import Target
-from sglang_tiered.sharing.mirror import Mirror, Peer
+from sglang_tiered.sharing.mirror import Mirror
 from sglang_tiered.sharing.pages import messages
-from sglang_tiered.sharing.pages.followers import SIGN_OF_LIFE_S
 from sglang_tiered.sharing.pages.server import PageServer
-from sglang_tiered.sharing.settings import PageSettings, PeerSettings
+from sglang_tiered.sharing.settings import PageSettings, PeerSettings, Target
 from sglang_tiered.sharing.sync import PeerSync
+from sglang_tiered.sharing.telling import SIGN_OF_LIFE_S
 from sglang_tiered.storage.promises import ended
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 
@@ -57,7 +56,7 @@ def filled_mirror(num_peers: int, num_pages: int) -> tuple[Mirror, list[Any], li
     )
     known, held, seconds = [], [], 0.0
     for number in range(num_peers):
-        one: Any = mirror.join(Peer(f"{number:032x}", f"tcp://192.0.2.1:{number + 1}"))
+        one: Any = mirror.join(f"{number:032x}", f"tcp://192.0.2.1:{number + 1}")
         one.is_live, one.digest = True, NOTHING
         pages = random_pages(source, num_pages)
         begun = time.perf_counter()
@@ -125,14 +124,14 @@ def following(num_pages: int, num_changes: int) -> tuple[float, list[float]]:
                 erase=lambda _: ended(True),
                 notes=None,
             )
-            server = PageServer(NoPages(), namespace=NAMESPACE, told=sync)
+            server = PageServer(NoPages(), namespace=NAMESPACE, followers=sync.followers)
             opened.callback(server.stop)
             opened.callback(sync.close)
             roster.append(Target("127.0.0.1", server.port))
             syncs.append((sync, server))
         one, other = syncs[0][0], syncs[1][0]
         one.start(syncs[0][1], None, PageSettings(), None)
-        until(lambda: one.holdings.sequence > 0)
+        until(lambda: one.followers.holdings.sequence > 0)
         begun = time.perf_counter()
         other.start(syncs[1][1], None, PageSettings(), None)
         last = keys_of(pages[-1:])
@@ -189,14 +188,14 @@ def main(arguments: list[str] | None = None) -> None:
     num_pages = options.pages // 4 if options.quick else options.pages
     mirror, known, held, fill_s = filled_mirror(options.peers, num_pages)
     taken = lookups(mirror, known, held, 200)
-    figures = mirror.figures()
+    mirror_bytes = mirror._table.num_bytes  # noqa: SLF001
     snapshot_s, changes = following(num_pages, 10)
     others, exchange = options.peers - 1, exchange_bytes()
     raw = {
         "lookup_s": taken,
         "fill_s": fill_s,
-        "mirror_bytes": figures.num_bytes,
-        "mirrored_pages": figures.num_pages,
+        "mirror_bytes": mirror_bytes,
+        "mirrored_pages": mirror.num_pages,
         "snapshot_s": snapshot_s,
         "change_s": changes,
         "idle_bytes_per_s": others * exchange / SIGN_OF_LIFE_S,
@@ -208,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
     table.add_column("measured", justify="right")
     rows = (
         (f"lookup of {NUM_KEYS:,} keys, median", f"{statistics.median(taken) * 1e6:,.0f} µs"),
-        ("memory of the mirror", f"{figures.num_bytes / figures.num_pages:.1f} bytes a page"),
+        ("memory of the mirror", f"{mirror_bytes / mirror.num_pages:.1f} bytes a page"),
         ("pages taken up", f"{options.peers * num_pages / fill_s:,.0f} a second"),
         ("until another server finds all pages of one", f"{snapshot_s:.2f} s"),
         ("until it finds a change, median", f"{statistics.median(changes):.2f} s"),

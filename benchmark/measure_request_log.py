@@ -32,8 +32,7 @@ from sglang_tiered.integration.identity.tenants import HiddenTenants  # noqa: E4
 from sglang_tiered.integration.observe.stories import Stories  # noqa: E402
 from sglang_tiered.integration.observe.story import LineWriter  # noqa: E402
 from sglang_tiered.policy.cost_model import CostModel  # noqa: E402
-from sglang_tiered.storage.base import Tier  # noqa: E402
-from sglang_tiered.storage.stack.tiers import Span  # noqa: E402
+from sglang_tiered.storage.base import Span, Tier  # noqa: E402
 from sglang_tiered.tools.machine import describe_machine, describe_versions  # noqa: E402
 
 NUM_RUNS, NUM_STEPS = 7, 10

@@ -20,18 +20,13 @@ from peer_bench.pages import (
 )
 from sglang_tiered.integration.cpu.processes import keep_freed_memory
 from sglang_tiered.sharing.pages.client import PageClient
-from sglang_tiered.sharing.pages.landing import PageOutcome
-from sglang_tiered.storage.base import Job, JobKind, Reason
-from sglang_tiered.storage.jobs import LoadPart, SplitLoad
+from sglang_tiered.storage.base import Job, JobKind
 from sglang_tiered.wire.keys import PEER, load_keys
 from storage_bench.figures import DifferentBytesError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
-
-    from sglang_tiered.sharing.pages.landing import PageFetch
-    from sglang_tiered.storage.base import Run
 
 
 RAW, RAW_DISK, LOCAL = "raw tcp", "raw tcp, from disk", "holder's own loads"
@@ -114,26 +109,15 @@ class Both:
 
     def _fetch(self, side: str) -> None:
         client, port = self._clients[side]
-        run: Run = self.target
-        job = Job(JobKind.LOAD, run)
-
-        def read(part: LoadPart[str], left_s: float | None) -> None:
-            def done(fetch: PageFetch) -> None:
-                is_whole = set(fetch.outcomes) == {PageOutcome.OK}
-                part.load.end(part, [Reason.OK if is_whole else Reason.MISS] * part.run.num_pages)
-
-            keys, pages = part.run.keys, part.run.pages
-            client.fetch(part.holder, NAMESPACE, keys, pages, deadline_s=TIMEOUT_S, done=done)
-
-        SplitLoad(
+        job = Job(JobKind.LOAD, self.target)
+        client.load(
             job,
-            time.perf_counter,
-            None,
+            NAMESPACE,
             lambda keys, failed: [None if failed else f"tcp://127.0.0.1:{port}"] * len(keys),
-            read,
-            lambda _: None,
-            most_bytes=client.request_bytes,
-        ).begin()
+            deadline_s=TIMEOUT_S,
+            learn=lambda *_: None,
+            over=lambda _: None,
+        )
         if not (job.wait(TIMEOUT_S) and all(job.ok)):
             raise DifferentBytesError(f"{side} did not bring every page")
 

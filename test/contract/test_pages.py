@@ -6,8 +6,9 @@ import pytest
 from page_peers import NAMESPACE, Wanted, make_pages, page_client, page_server
 
 from kit.waiting import eventually
-from sglang_tiered.sharing.pages.landing import PageOutcome
+from sglang_tiered.sharing.pages.link import PageOutcome
 from sglang_tiered.sharing.settings import PageSettings
+from sglang_tiered.storage.base import JobKind, Run
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,63 +28,44 @@ def test_pages_of_any_length_arrive_whatever_their_segments(
     first, second, *more = held
     wants = {**gone, **held, first: bytes(2), second: bytes(4096)}
     order = sorted(wants)  # of hashes, so they are mixed
-    with page_server(held) as (server, reader), page_client(settings) as client:
+    with page_server(held) as (server, tier), page_client(settings) as client:
         wanted = Wanted(client, server.port, {key: wants[key] for key in order}, cuts=cuts)
         assert wanted.wait() == [
             PageOutcome.OK if key in more else PageOutcome.MISS for key in order
         ]
         for key, buffer in wanted.buffers.items():
             assert bytes(buffer) == (held[key] if key in more else b"\xa5" * len(wants[key]))
-        eventually(lambda: server.held_bytes == reader.held_bytes == 0)
-        assert client.stats.num_bytes == server.stats.bytes_served == sum(ODD_SIZES[2:])
+        eventually(lambda: server.held_bytes == 0)
+        assert client.num_bytes == server.bytes_served == sum(ODD_SIZES[2:])
 
 
 def test_another_namespace_is_a_miss() -> None:
     """Of the server, or from the moment on when it has another one."""
     pages, other = make_pages(4, [4096] * 3), b"\x23" * 32
-    with page_server(pages) as (server, reader), page_client() as client:
+    with page_server(pages) as (server, tier), page_client() as client:
         wanted = Wanted(client, server.port, pages, namespace=other)
         assert wanted.wait() == [PageOutcome.MISS] * 3 and wanted.is_untouched
-        assert reader.num_reads == 0
-        reader.hold = True
+        assert tier.deadlines == [], "it was read"
+        tier.holding = {JobKind.LOAD}
         wanted = Wanted(client, server.port, pages)
-        eventually(lambda: reader.num_held == 1)
+        eventually(lambda: tier.num_held == 1)
         server.set_namespace(other)
-        reader.let_go()
+        tier.release()
         assert wanted.wait() == [PageOutcome.MISS] * 3 and wanted.is_untouched
-        eventually(lambda: reader.held_bytes == 0)
+        eventually(lambda: server.held_bytes == 0)
         assert Wanted(client, server.port, pages).wait() == [PageOutcome.MISS] * 3
-        assert reader.num_reads == 1
-
-
-def test_bytes_of_a_foreign_namespace_never_verify() -> None:
-    """The store behind the reader changed first: its checksums say so."""
-    pages = make_pages(6, [4096] * 3)
-    with page_server(pages) as (server, reader), page_client() as client:
-        reader.namespace = b"\x23" * 32
-        assert Wanted(client, server.port, pages).wait() == [PageOutcome.DAMAGED] * 3
-
-
-def test_many_fetches_at_once_over_one_small_window() -> None:
-    runs = [make_pages(seed, [20_000] * 10) for seed in range(20)]
-    held = {key: page for run in runs for key, page in run.items()}
-    with page_server(held) as (server, _), page_client(SMALL) as client:
-        fetches = [Wanted(client, server.port, run) for run in runs]
-        for wanted in fetches:
-            assert wanted.wait() == [PageOutcome.OK] * 10
-            assert wanted.is_right
-        assert client.num_links == 1
+        assert len(tier.deadlines) == 1
 
 
 def test_requests_stay_within_the_window() -> None:
     pages = make_pages(7, [50_000] * 40)
     settings = PageSettings(request_bytes=50_000, window_bytes=400_000, max_requests=64)
-    with page_server(pages) as (server, reader), page_client(settings) as client:
-        reader.hold = True
+    with page_server(pages) as (server, tier), page_client(settings) as client:
+        tier.holding = {JobKind.LOAD}
         wanted = Wanted(client, server.port, pages)
-        eventually(lambda: server.stats.num_requests == 4)
-        assert client.stats.num_requests == 4, "half of the window at one server"
-        reader.let_go()
+        eventually(lambda: server.num_requests == 4)
+        assert client.num_requests == 4, "half of the window at one server"
+        tier.release()
         assert wanted.wait() == [PageOutcome.OK] * 40
 
 
@@ -96,10 +78,10 @@ def test_one_request_goes_out_however_large_it_is() -> None:
 
 def test_closed_client_cancels_open_and_later_fetches() -> None:
     pages = make_pages(11, [4096] * 4)
-    with page_server(pages) as (server, reader), page_client() as client:
-        reader.hold = True
+    with page_server(pages) as (server, tier), page_client() as client:
+        tier.holding = {JobKind.LOAD}
         wanted = Wanted(client, server.port, pages)
-        eventually(lambda: reader.num_held == 1)
+        eventually(lambda: tier.num_held == 1)
         client.close()
         assert wanted.wait() == [PageOutcome.CANCELLED] * 4
         assert Wanted(client, server.port, pages).wait() == [PageOutcome.CANCELLED] * 4
@@ -113,22 +95,22 @@ def test_idle_connections_are_closed_and_made_again() -> None:
         for _ in range(2):
             assert Wanted(client, server.port, pages).wait() == [PageOutcome.OK]
             eventually(lambda: client.num_links == 0)
-        assert client.stats.num_links_lost == 0
+        assert client.num_links_lost == 0
 
 
 def test_the_number_of_connections_is_bounded() -> None:
     pages = make_pages(14, [10])
     settings = PageSettings(max_links=1)
     with (
-        page_server(pages) as (first, reader),
+        page_server(pages) as (first, tier),
         page_server(pages) as (second, _),
         page_client(settings) as client,
     ):
-        reader.hold = True
+        tier.holding = {JobKind.LOAD}
         slow = Wanted(client, first.port, pages)
-        eventually(lambda: reader.num_held == 1)
+        eventually(lambda: tier.num_held == 1)
         assert Wanted(client, second.port, pages).wait() == [PageOutcome.BUSY]
-        reader.let_go()
+        tier.release()
         assert slow.wait() == [PageOutcome.OK]
         assert Wanted(client, second.port, pages).wait() == [PageOutcome.OK]
         assert client.num_links == 1
@@ -137,8 +119,7 @@ def test_the_number_of_connections_is_bounded() -> None:
 def test_invalid_address_is_not_connected() -> None:
     ended: list[PageOutcome] = []
     with page_client() as client:
-        page = (memoryview(bytearray(10)),)
-        done = lambda fetch: ended.extend(fetch.outcomes)  # noqa: E731
-        client.fetch("ipc:///tmp/x", NAMESPACE, [bytes(32)], [page], deadline_s=None, done=done)
+        run = Run((bytes(32),), ((memoryview(bytearray(10)),),))
+        client.fetch("ipc:///tmp/x", NAMESPACE, run, None, lambda each: ended.extend(each.outcomes))
         eventually(lambda: ended == [PageOutcome.LOST])
         assert client.num_links == 0

@@ -7,16 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from peer_child import sharer
+from erasing_servers import Servers
 from peer_servers import know_each_other
 from shared_tier import SharedTier
 
-from kit.runs import NAMESPACE, MakeRun, blank, page_data, select
+from kit.runs import MakeRun, blank, page_data, select
 from kit.tiers import KEEPING, close_whole, loads, open_region, open_tier
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.storage.base import (
@@ -61,14 +61,12 @@ class Place:
 
 def open_place(name: str, directory: Path, opened: ExitStack) -> Place:
     if name == "peers":
-        roster: list[Target] = []
-        holder = opened.enter_context(sharer(roster, directory / "holder", namespace=NAMESPACE))
-        own = opened.enter_context(sharer(roster, directory / "own", namespace=NAMESPACE))
-
-        def settle() -> None:
-            know_each_other(holder.tier._sync, own.tier._sync)
-
-        return Place(own.tier, holder.region, settle)
+        servers = Servers(directory, opened, Tier.PEER)
+        holder, own = servers.open("one"), servers.open("other")
+        servers.connect()
+        tiers: list[Any] = [stack.remote[Tier.PEER] for stack in (holder, own)]
+        syncs = [tier._sync for tier in tiers]
+        return Place(tiers[1], holder.nvme, lambda: know_each_other(*syncs))
     if name == SAYS_ALL:
         owner = open_region(directory / "store", **SIZES)
         opened.callback(owner.close)
@@ -77,7 +75,7 @@ def open_place(name: str, directory: Path, opened: ExitStack) -> Place:
         borrower = BorrowedEngine()
         borrower.open(owner.directory)
         borrower.claim = b"model"
-        lender.claim = b"model"
+        lender.set_claim(b"model")
         return Place(borrower, owner)
     if name == "stack-of-nvme":
         tier: TierEngine = TierStack(open_region(directory / "store", **SIZES))

@@ -176,7 +176,8 @@ def test_the_books_balance(engine: TierEngine, make_run: MakeRun) -> None:
         (JobKind.STORE, Reason.OK): 3,
         (JobKind.STORE, Reason.DUPLICATE): 3,
         (JobKind.LOAD, Reason.OK): 3,
-        (JobKind.LOAD, Reason.MISS): 1,
+        # What no tier holds no tier is asked for.
+        **({} if isinstance(engine, TierStack) else {(JobKind.LOAD, Reason.MISS): 1}),
     }
     num_stored = as_stored(engine, run).num_bytes
     assert (stats.num_pages, stats.stored_bytes) == (3, num_stored)
@@ -189,9 +190,13 @@ def test_the_books_balance(engine: TierEngine, make_run: MakeRun) -> None:
     assert 0.0 < stats.store_durations.sum_s < TIMEOUT_S
 
 
+def keeper(engine: TierEngine) -> TierEngine:
+    return engine.nvme if isinstance(engine, TierStack) else engine
+
+
 def as_stored(engine: TierEngine, run: Run) -> Run:
     """A run of what the tier makes of these pages."""
-    nvme = engine.nvme if isinstance(engine, TierStack) else engine
+    nvme = keeper(engine)
     encoding = nvme.encoding if isinstance(nvme, RegionEngine) else None
     if encoding is None:
         return run
@@ -237,7 +242,7 @@ def usage(engine: TierEngine) -> dict[bytes, TenantUsage]:
         shares = engine._state.index._tenants.values()
         books = [TenantUsage(s.tenant, s.num_pages, s.num_bytes, s.num_bytes) for s in shares]
         return {each.tenant: each for each in books}
-    return {entry.tenant: entry for entry in engine.tenants(100)}
+    return {entry.tenant: entry for entry in keeper(engine).tenants(100)}
 
 
 def test_pages_count_for_the_tenant_that_stored_them(engine: TierEngine, make_run: MakeRun) -> None:
@@ -255,7 +260,7 @@ def test_pages_count_for_the_tenant_that_stored_them(engine: TierEngine, make_ru
     }
     assert all(entry.physical_bytes >= entry.stored_bytes for entry in found.values())
     assert engine.stats().num_tenants == 3
-    assert [entry.tenant for entry in engine.tenants(1)] in ([A], [])
+    assert [entry.tenant for entry in keeper(engine).tenants(1)] in ([A], [])
 
 
 ERASED = {

@@ -10,8 +10,8 @@ from simulation.engine import REGION
 
 from kit.runs import NAMESPACE
 from sglang_tiered.remote_config import ObjectConfig
-from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.peer_tier import PeerTier
+from sglang_tiered.sharing.settings import Target
 from sglang_tiered.storage.base import Erasure, Tier, TierEngine
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.region import RegionEngine

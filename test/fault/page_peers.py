@@ -5,28 +5,28 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import zmq
+from shared_tier import SharedTier
 
 from kit.waiting import eventually
 from sglang_tiered.checksummed import page_checksum
+from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME
-from sglang_tiered.sharing.pages.server import PageServer, Place
+from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.settings import PageSettings
-from sglang_tiered.storage.base import Job, JobKind, Reason, Run
-from sglang_tiered.storage.jobs import LoadPart, SplitLoad
+from sglang_tiered.storage.base import Job, JobKind, Run
 from sglang_tiered.wire.sockets import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from sglang_tiered.sharing.pages.landing import PageFetch, PageOutcome
+    from sglang_tiered.sharing.pages.link import PageFetch, PageOutcome
+    from sglang_tiered.storage.jobs import LoadPart
 
 NAMESPACE = b"\x22" * 32
 HOST = "127.0.0.1"
@@ -42,77 +42,17 @@ def make_pages(seed: int, sizes: Sequence[int]) -> Pages:
     return {source.randbytes(32): source.randbytes(size) for size in sizes}
 
 
-class ReadBytes:
-    """What ``DictReader`` read."""
-
-    def __init__(self, reader: DictReader, data: bytearray, places: list[Place | None]) -> None:
-        self._reader = reader
-        self.data = memoryview(data)
-        self.places: Sequence[Place | None] = places
-        reader.held_bytes += len(data)
-        reader.most_held_bytes = max(reader.most_held_bytes, reader.held_bytes)
-
-    def release(self) -> None:
-        self._reader.held_bytes -= self.data.nbytes
-        self.data = memoryview(b"")
-
-
-class DictReader:
-    """A ``PageReader`` over a dictionary. ``hold`` keeps reads from ending until ``let_go``."""
-
-    def __init__(self, pages: Pages, namespace: bytes = NAMESPACE) -> None:
-        self.pages = pages
-        self.namespace = namespace
-        self.is_pressed = False
-        self.hold = False
-        self.num_reads = 0
-        self.held_bytes = self.most_held_bytes = 0
-        self._held: list[tuple[Callable[[ReadBytes | None], None], ReadBytes | None]] = []
-        self._lock = threading.Lock()
-
-    def read(
-        self,
-        keys: Sequence[bytes],
-        lengths: Sequence[int],
-        done: Callable[[ReadBytes | None], None],
-    ) -> None:
-        self.num_reads += 1
-        data = bytearray()
-        places: list[Place | None] = []
-        for key, length in zip(keys, lengths, strict=True):
-            page = self.pages.get(key)
-            if page is None or len(page) != length:
-                places.append(None)
-                continue
-            checksum = page_checksum(self.namespace, key, [page])
-            places.append(Place(len(data), length, checksum))
-            data += page
-        read = ReadBytes(self, data, places) if data else None
-        with self._lock:
-            if self.hold:
-                self._held.append((done, read))
-                return
-        done(read)
-
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
-
-    def let_go(self) -> None:
-        with self._lock:
-            held, self._held = self._held, []
-            self.hold = False
-        for done, read in held:
-            done(read)
-
-
 @contextmanager
-def page_server(pages: Pages, **options: Any) -> Iterator[tuple[PageServer, DictReader]]:
-    reader = DictReader(pages)
-    options.setdefault("settings", PATIENT)
-    server = PageServer(reader, **{"namespace": NAMESPACE, "host": HOST} | options)
+def page_server(pages: Pages, **options: Any) -> Iterator[tuple[PageServer, SharedTier]]:
+    """A server, and the tier that it reads."""
+    tier = SharedTier()
+    for key, page in pages.items():
+        tier.submit_store(Run((key,), ((memoryview(page),),)))
+    options = {"namespace": NAMESPACE, "settings": PATIENT} | options
+    source = PageSource(tier.submit_load, namespace=lambda: NAMESPACE, max_free_bytes=0)
+    server = PageServer(source, **options)
     try:
-        yield server, reader
+        yield server, tier
     finally:
         server.stop()
 
@@ -142,26 +82,17 @@ class Wanted:
         self.at_end: list[bytes] = []
         self.outcomes: dict[bytes, PageOutcome] = {}
         cut = [_segments(memoryview(buffer), cuts) for buffer in self.buffers.values()]
-        job = Job(JobKind.LOAD, Run(tuple(pages), tuple(cut)))
+        client.load(
+            Job(JobKind.LOAD, Run(tuple(pages), tuple(cut))),
+            namespace,
+            lambda keys, failed: [None if failed else f"tcp://{HOST}:{port}"] * len(keys),
+            learn=self._learn,
+            over=self._over,
+            **options,
+        )
 
-        def read(part: LoadPart[int], left_s: float | None) -> None:
-            done = partial(self._done, part)
-            address, run = f"tcp://{HOST}:{port}", part.run
-            client.fetch(address, namespace, run.keys, run.pages, done=done, **options)
-
-        SplitLoad(
-            job,
-            time.monotonic,
-            None,
-            lambda keys, failed: [None if failed else port] * len(keys),
-            read,
-            self._over,
-            most_bytes=client.request_bytes,
-        ).begin()
-
-    def _done(self, part: LoadPart[int], fetch: PageFetch) -> None:
-        self.outcomes.update(zip(fetch.keys, fetch.outcomes, strict=True))
-        part.load.end(part, [Reason.OK] * len(fetch.keys))
+    def _learn(self, part: LoadPart[str], fetch: PageFetch) -> None:
+        self.outcomes.update(zip(part.run.keys, fetch.outcomes, strict=True))
 
     def _over(self, _: Job) -> None:
         self.at_end = [bytes(buffer) for buffer in self.buffers.values()]
@@ -228,7 +159,7 @@ class StrangeServer(_Stranger):
         all that it wants, or what it came to until its deadline."""
         asked: list[Any] = []
         while len(asked) < len(wanted.pages):
-            if wanted.ended.is_set() and len(asked) == client.stats.num_requests - num_before:
+            if wanted.ended.is_set() and len(asked) == client.num_requests - num_before:
                 break
             if self.socket.poll(1) and isinstance(message := self._receive(), messages.Fetch):
                 asked.append(message)

@@ -1,7 +1,7 @@
 """Servers that follow each other over real sockets, without stores: what they hold is a set.
 
 As a program it is one of them: ``python -m peer_servers ROSTER FIRST COUNT`` holds the pages
-``FIRST`` and so on, says its id and port, and then waits to be killed.
+``FIRST`` and so on, says its port, and then waits to be killed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import threading
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from page_peers import HOST, DictReader
+from page_peers import HOST
 
 from kit.waiting import eventually
-from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.pages.server import PageServer
-from sglang_tiered.sharing.settings import PageSettings, PeerSettings
+from sglang_tiered.sharing.settings import PageSettings, PeerSettings, Target
 from sglang_tiered.sharing.sync import PeerSync
 from sglang_tiered.storage.promises import ended
 
@@ -44,32 +43,29 @@ def quick(roster: list[Target], **changes: Any) -> PeerSettings:
 
 def know_each_other(*syncs: PeerSync) -> None:
     """Wait until each has heard all that those it follows have to tell, these among them."""
-    servers = {sync.server.hex(): sync for sync in syncs}
+    servers = {sync.followers.server.hex(): sync for sync in syncs}
     eventually(lambda: all(_has_heard(sync, servers) for sync in syncs))
 
 
 def _has_heard(sync: PeerSync, servers: dict[str, PeerSync]) -> bool:
-    holdings, discovery, followed = sync.holdings, sync.discovery, sync.follower._all()
+    holdings, discovery, followed = sync.followers.holdings, sync.discovery, sync.follower._all()
     targets = {f"{target.host}:{target.port}" for target in discovery._targets}
     found = {address for addresses in discovery._known.values() for address in addresses}
     return (
         holdings._held(holdings._version) is None
-        and sync.digest == sync.book.noted_digest
+        and sync.followers.digest == sync.book.noted_digest
         and targets == discovery._known.keys() | discovery._troubles.keys()
         and found == {each.address for each in followed if each.is_named}
-        and all(
-            _is_heard(each, each.known and servers.get(each.known.peer.server)) for each in followed
-        )
+        and all(_is_heard(each, each.known and servers.get(each.known.server)) for each in followed)
     )
 
 
 def _is_heard(each: Any, other: PeerSync | None) -> bool:
     """Whether all is known of the server at an address, or why it is not."""
     if each.is_live and other is not None:
-        position = each.position
-        now = (other.holdings.epoch, other.holdings.sequence, None)
-        known = (position.epoch, position.sequence, position.cursor)
-        return known == now and each.known.digest == other.digest and position.is_asked
+        holdings, known = other.followers.holdings, each.known
+        is_read = known.position == (holdings.epoch, holdings.sequence, None)
+        return is_read and known.digest == other.followers.digest and each.is_asked
     return bool(each.trouble or each.aside_until or not each.is_named)
 
 
@@ -104,7 +100,10 @@ class Server:
             settings, namespace=namespace, held=self._held, erase=self._erase, notes=None
         )
         self.pages = PageServer(
-            DictReader({}), namespace=namespace, host=HOST, port=port, told=self.sync
+            None,  # type: ignore[arg-type]  # nobody asks for pages
+            namespace=namespace,
+            endpoint=f"tcp://{HOST}:{port or '*'}",
+            followers=self.sync.followers,
         )
         self.target = Target(HOST, self.pages.port)
         if listed:
@@ -112,10 +111,6 @@ class Server:
         self._roster = roster
         links = PageSettings(connect_timeout_s=5.0)
         self.sync.start(self.pages, None, links, None)
-
-    @property
-    def name(self) -> str:
-        return self.sync.server.hex()
 
     @property
     def purged(self) -> list[bytes | None]:
@@ -146,16 +141,16 @@ class Server:
         return self.sync.begin(what, ended(True))
 
     def finds(self, *pages: int) -> list[bool]:
-        return [peer is not None for peer in self.sync.mirror.find([key(page) for page in pages])]
+        return [each is not None for each in self.sync.mirror.find([key(page) for page in pages])]
 
     def finds_at(self, page: int) -> str | None:
-        """The id of the server it finds a page at."""
-        (peer,) = self.sync.mirror.find([key(page)])
-        return None if peer is None else peer.server
+        """The address of the server it finds a page at."""
+        (address,) = self.sync.mirror.find([key(page)])
+        return address
 
     @property
     def num_followed(self) -> int:
-        return self.sync.mirror.figures().num_peers
+        return self.sync.mirror.num_peers
 
     def set_namespace(self, namespace: bytes) -> None:
         self.sync.set_namespace(namespace)
@@ -202,7 +197,7 @@ def main(ports: str, first: str, count: str) -> None:
     roster = [Target(HOST, int(port)) for port in ports.split(",")]
     pages = range(int(first), int(first) + int(count))
     server = Server(roster, pages)
-    print(server.name, server.target.port, flush=True)
+    print(server.target.port, flush=True)
     sys.stdin.read()
 
 

@@ -12,10 +12,9 @@ import pytest
 from peer_servers import Server, Servers
 
 from kit.waiting import eventually
-from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.following import Follower
 from sglang_tiered.sharing.pages.messages import MAX_ERASED_KEYS
-from sglang_tiered.sharing.settings import PageSettings
+from sglang_tiered.sharing.settings import PageSettings, Target
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import ended, is_true, keep, promise
 
@@ -166,7 +165,7 @@ def test_an_erasure_waits_for_a_first_answer(servers: Servers) -> None:
     address = f"tcp://{two.target.host}:{two.target.port}"
     eventually(lambda: address in follower._followed and follower._followed[address].link.is_open)
     done = one.erase(Erasure(tenant=TENANT))
-    eventually(lambda: one.sync.digest == one.sync.book.digest)  # it is noted
+    eventually(lambda: one.sync.followers.digest == one.sync.book.digest)  # it is noted
     looked = threading.Event()
     follower._loop.call(lambda: (follower._settle(), looked.set()))
     assert looked.wait(60.0) and not done.done()

@@ -13,15 +13,15 @@ from redis_server import RedisServer
 from kit.waiting import eventually
 from server_process import free_port
 from sglang_tiered.checksummed import seal
-from sglang_tiered.sharing.addresses import Role, Serving, parse_index_url
+from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.membership import (
     VERSION,
     Membership,
-    MembershipFailure,
     ServerRecord,
     read_record,
     read_servings,
 )
+from sglang_tiered.sharing.settings import Role, Serving, parse_index_url
 from sglang_tiered.sharing.sync import PeerDiscovery
 
 pytestmark = pytest.mark.timeout(120)
@@ -121,7 +121,7 @@ def test_a_refused_login_never_shows_the_password(
     with RedisServer(password="right-horse") as server:
         url = server.url.replace("right-horse", password) if password else server.url
         url = url if password else url.replace(":right-horse@", "")
-        with pytest.raises(MembershipFailure) as caught:
+        with pytest.raises(TransferError) as caught:
             join(1, url).exchange()
         said = f"{caught.value} {caught.value!r} {caught.value.__cause__} {join(2, url)!r}"
         assert "horse" not in said
@@ -147,7 +147,7 @@ def test_tls_is_used_and_the_certificate_looked_at(
             pytest.skip("this Redis has no TLS")
         good = f"rediss://127.0.0.1:{port}?ssl_ca_certs={certificate}"
         assert join(1, good).exchange() == ["tcp://127.0.0.1:7001"]
-        with pytest.raises(MembershipFailure, match="no connection"):
+        with pytest.raises(TransferError, match="no connection"):
             join(2, f"rediss://127.0.0.1:{port}").exchange()
 
 
@@ -173,7 +173,7 @@ def test_reader_names_nobody_and_reads_all(
     assert sorted(client.keys()) == before
     assert "cmdstat_scan" not in client.info("commandstats"), "it walks what others keep there"
     redis_server.kill()
-    with pytest.raises(MembershipFailure, match="no connection"):
+    with pytest.raises(TransferError, match="no connection"):
         read_servings(redis_server.url, 1.0)
 
 

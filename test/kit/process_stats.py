@@ -20,7 +20,7 @@ from sglang_tiered.sharing.peer_tier import PeerStats
 from sglang_tiered.storage.base import Health, JobKind, Reason, TierStats
 from sglang_tiered.storage.bucket.engine import BucketStats
 from sglang_tiered.storage.encoding import EncodingStats
-from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
+from sglang_tiered.storage.stack.tier_stack import RemoteStats, StackStats
 
 
 def timed(*seconds: float) -> DurationCounts:

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.sharing import holdings, position
-from sglang_tiered.sharing.holdings import Holdings
-from sglang_tiered.sharing.mirror import Mirror, MirroredPeer, Peer
+from sglang_tiered.sharing import mirror, telling
+from sglang_tiered.sharing.mirror import Mirror, MirroredPeer
 from sglang_tiered.sharing.pages.messages import Changes
-from sglang_tiered.sharing.position import Position
+from sglang_tiered.sharing.telling import Holdings
 
 NOTHING, SOMETHING = bytes(16), b"p" * 16
 FACTOR = 0x9E37_79B9_7F4A_7C15
@@ -23,8 +22,9 @@ pages_lists = st.lists(st.integers(0, 60), max_size=30)
 peers = st.integers(0, 5)
 
 
-def peer_of(number: int) -> Peer:
-    return Peer(f"{number:032x}", f"tcp://192.0.2.{number}:1")
+def peer_of(number: int) -> tuple[str, str]:
+    """The id and the address of a server."""
+    return f"{number:032x}", f"tcp://192.0.2.{number}:1"
 
 
 def fingerprints(pages: Any, factor: int = FACTOR) -> np.ndarray:
@@ -42,10 +42,10 @@ class Followed:
         self.now, self.version = {1, 2, 3}, 1
         self.source = Holdings(self.held)
         self.mirror = Mirror(max_pages, 1, salt=1, digest=lambda: NOTHING, clock=lambda: 0.0)
-        known = self.mirror.join(peer_of(1))
+        known = self.mirror.join(*peer_of(1))
         assert known is not None
         self.known: MirroredPeer = known
-        self.position = Position(self.mirror)
+        self.num_snapshots = 0
         self.last: tuple[Changes, list[bytes]] | None = None
 
     def held(self, known: int) -> tuple[int, np.ndarray] | None:
@@ -57,10 +57,8 @@ class Followed:
         self.source.look()
 
     def answer(self) -> tuple[Changes, list[bytes]]:
-        question = self.position.ask(bytes(32), bytes(16), NOTHING)
-        position = question.epoch, question.sequence, question.cursor
-        said, payload = self.source.since(*position)
-        assert len(payload) <= 8 * max(holdings.MAX_FINGERPRINTS, 2), "no follower takes more"
+        said, payload = self.source.since(*self.known.position)
+        assert len(payload) <= 8 * max(telling.MAX_FINGERPRINTS, 2), "no follower takes more"
         return Changes(bytes(32), b"s" * 16, NOTHING, *said), [payload]
 
     def read(self, how: str = "once") -> bool:
@@ -71,9 +69,8 @@ class Followed:
         if how == "lost":
             return True
         for each in {"once": [answer], "twice": [answer] * 2, "late": [late or answer]}[how]:
-            self.position.is_asked = True
-            self.position.hear(each[0])
-            self.position.take(self.known, *each)
+            self.num_snapshots += each[0].start == 0
+            self.mirror.take(self.known, *each)
         return bool(answer[1][0]) or answer[0].start is not None
 
     def read_all(self) -> None:
@@ -94,7 +91,7 @@ class Followed:
         st.tuples(
             pages_lists,
             st.lists(st.sampled_from(["once", "once", "lost", "twice", "late"]), max_size=4),
-            st.sampled_from(["", "", "", "connects", "epoch", "forgets"]),
+            st.sampled_from(["", "", "", "epoch", "forgets"]),
         ),
         max_size=12,
     ),
@@ -107,8 +104,8 @@ def test_a_follower_ends_with_what_is_held(
 ) -> None:
     """Whatever becomes of answers, whenever it reads, and however often numbers begin anew. Of
     what does not fit nothing is known."""
-    old = holdings.MAX_FINGERPRINTS, holdings._MIN_LOG
-    holdings.MAX_FINGERPRINTS, holdings._MIN_LOG = piece, log
+    old = telling.MAX_FINGERPRINTS, telling._MIN_LOG
+    telling.MAX_FINGERPRINTS, telling._MIN_LOG = piece, log
     try:
         one = Followed(max_pages)
         for pages, reads, event in steps:
@@ -116,11 +113,9 @@ def test_a_follower_ends_with_what_is_held(
             if event == "epoch":
                 one.source = Holdings(one.held)
                 one.source.look()
-            elif event == "connects":
-                one.position.connect()
             elif event == "forgets":
                 one.mirror.unload(one.known)
-                one.position.forget()
+                one.known.epoch, one.known.cursor = 0, 0
             for how in reads:
                 one.read(how)
         one.source.look()
@@ -129,14 +124,14 @@ def test_a_follower_ends_with_what_is_held(
             assert one.mirrored() == set()
         else:
             assert one.mirrored() == one.now and one.known.is_loaded
-            num_snapshots = one.position.num_snapshots
+            num_snapshots = one.num_snapshots
             one.change([59])
             one.read_all()
             assert one.known.num_cut or one.mirrored() == one.now
             if log > 2:
-                assert one.position.num_snapshots == num_snapshots
+                assert one.num_snapshots == num_snapshots
     finally:
-        holdings.MAX_FINGERPRINTS, holdings._MIN_LOG = old
+        telling.MAX_FINGERPRINTS, telling._MIN_LOG = old
 
 
 def test_pages_beyond_the_bound_wait_for_room() -> None:
@@ -155,7 +150,7 @@ def test_pages_beyond_the_bound_wait_for_room() -> None:
 def test_who_begins_cuts_nobody_known() -> None:
     """The last twentieth is for what those store that are known."""
     mirror = Mirror(100, 2, salt=1, digest=lambda: NOTHING, clock=lambda: 0.0)
-    one, two = mirror.join(peer_of(1)), mirror.join(peer_of(2))
+    one, two = mirror.join(*peer_of(1)), mirror.join(*peer_of(2))
     assert one is not None and two is not None
     assert mirror.add_pages(one, fingerprints(range(1, 91)))
     mirror.loaded(one)
@@ -180,12 +175,8 @@ def changes(**more: Any) -> Changes:
 )
 def test_a_misfit_answer_is_a_breach(message: Changes, payload: bytes) -> None:
     one = Followed()
-    one.position.ask(bytes(32), bytes(16), NOTHING)
-    one.position.hear(message)
     with pytest.raises(TransferError):
-        one.position.take(one.known, message, [payload])
-    with pytest.raises(TransferError, match="not asked"):
-        one.position.hear(message)
+        one.mirror.take(one.known, message, [payload])
 
 
 @pytest.mark.parametrize(
@@ -204,19 +195,19 @@ def test_a_misfit_answer_is_a_breach(message: Changes, payload: bytes) -> None:
 def test_an_answer_that_does_not_follow_changes_nothing(end: int | None, message: Changes) -> None:
     one = Followed()
     first, other = (fingerprints([page]).tobytes() for page in (5, 6))
-    one.position.take(one.known, changes(end=end), [first])
-    before = one.position.ask(bytes(32), bytes(16), NOTHING)
-    one.position.take(one.known, message, [other])
-    assert one.position.ask(bytes(32), bytes(16), NOTHING) == before
+    one.mirror.take(one.known, changes(end=end), [first])
+    before = one.known.position
+    one.mirror.take(one.known, message, [other])
+    assert one.known.position == before
     assert one.mirrored() == {5}
 
 
 def test_endless_pages_of_a_liar_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(position, "MAX_FINGERPRINTS", 100)
+    monkeypatch.setattr(mirror, "MAX_FINGERPRINTS", 100)
     one = Followed(max_pages=10)
     with pytest.raises(TransferError, match="without an end"):
         for at in range(200):
-            one.position.take(one.known, changes(start=at, end=at, num_added=0), [])
+            one.mirror.take(one.known, changes(start=at, end=at, num_added=0), [])
     assert at == 140
 
 
@@ -243,11 +234,11 @@ class MirrorMachine(RuleBasedStateMachine):
         return [int(page).to_bytes(8, "little") + bytes(24) for page in self.fingerprints(pages)]
 
     def peer(self, number: int) -> MirroredPeer:
-        return self.mirror._peers[peer_of(number).server]
+        return self.mirror._peers[peer_of(number)[0]]
 
     @rule(number=peers, pages=pages_lists, is_whole=st.booleans())
     def join_or_begin_anew(self, number: int, pages: list[int], is_whole: bool) -> None:
-        known = self.mirror.join(peer_of(number)) or self.peer(number)
+        known = self.mirror.join(*peer_of(number)) or self.peer(number)
         known.is_live, known.digest = True, NOTHING
         self.mirror.unload(known)
         self.held[number] = set(pages) - {0}
@@ -291,7 +282,7 @@ class MirrorMachine(RuleBasedStateMachine):
     @rule(data=st.data(), seconds=st.sampled_from([1.0, 5.0]))
     def avoid(self, data: st.DataObject, seconds: float) -> None:
         number = data.draw(st.sampled_from(sorted(self.held)))
-        self.mirror.avoid(peer_of(number).server, seconds)
+        self.mirror.avoid(peer_of(number)[1], seconds)
         self.avoided[number] = self.now + seconds
 
     @precondition(lambda self: self.held)
@@ -324,15 +315,15 @@ class MirrorMachine(RuleBasedStateMachine):
         self.mirror.check_integrity()
         everything = list(range(61))
         usable = {n: pages for n, pages in self.held.items() if self.is_usable(n)}
-        for without in [], [peer_of(0), peer_of(3)]:
-            found = self.mirror.find(self.keys(everything), without)
-            for page, peer in zip(everything, found, strict=True):
+        for without in [], [0, 3]:
+            addresses = [peer_of(number)[1] for number in without]
+            found = self.mirror.find(self.keys(everything), addresses)
+            for page, address in zip(everything, found, strict=True):
                 holders = {number for number, pages in usable.items() if page in pages}
-                holders -= {int(peer.server, 16) for peer in without}
-                assert (int(peer.server, 16) in holders) if peer else not holders, (page, holders)
-        figures = self.mirror.figures()
-        assert figures.num_peers == sum(self.peer(number).is_live for number in self.held)
-        assert (figures.num_usable, figures.num_pages) == (
+                holders = {peer_of(number)[1] for number in holders - set(without)}
+                assert (address in holders) if address else not holders, (page, holders)
+        assert self.mirror.num_peers == sum(self.peer(number).is_live for number in self.held)
+        assert (self.mirror.num_usable, self.mirror.num_pages) == (
             len(usable),
             len(set().union(*self.held.values())),
         )

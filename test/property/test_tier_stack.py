@@ -13,10 +13,10 @@ from shared_tier import SharedTier
 from kit.runs import blank, make_run, of
 from kit.tiers import open_region
 from kit.waiting import TIMEOUT_S, drained, finished
-from sglang_tiered.storage.base import Erasure, Reason, Tier
+from sglang_tiered.storage.base import REMOTE_TIERS, Erasure, Reason, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.stack import TierStack
-from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, StackSettings
+from sglang_tiered.storage.stack.demotion import StackSettings
 
 TENANTS = (b"a" * 16, b"b" * 16)
 PAGE_BYTES, NUM_PAGES, NUM_RUNS = 20_000, 3, 6

@@ -22,15 +22,15 @@ import zmq.asyncio
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.route.pages import DEVICE, HOST, MEDIA, HeldPages
-from sglang_tiered.sharing.mirror import Mirror, Peer
+from sglang_tiered.sharing.mirror import UNTOLD, Mirror
 from sglang_tiered.sharing.pages.messages import (
     ID_BYTES,
     MAX_FOLLOW_FRAME_BYTES,
     VERSION_FRAME,
     Changes,
+    Follow,
     decode_from_server,
 )
-from sglang_tiered.sharing.position import Position
 from sglang_tiered.wire.sockets import encode
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ class PageFollower:
         self._context.destroy(linger=0)
 
     async def _keep(self, replica: Followed) -> None:
-        known = self._mirror.join(Peer(secrets.token_hex(), ""))
+        known = self._mirror.join(secrets.token_hex(), "")
         if known is None:  # more than ``MAX_SERVERS``
             return
         replica.known = known
@@ -273,20 +273,20 @@ class PageFollower:
     ) -> None:
         """Keep a server's pages. Raises ``TransferError``, ``zmq.ZMQError``, or ``TimeoutError``
         once it says nothing, for one that cannot be followed."""
-        position = Position(self._mirror)
+        known.epoch, known.cursor, told = 0, 0, UNTOLD  # of another process, perhaps
         with self._context.socket(zmq.DEALER) as socket:
             bound(socket, MAX_FOLLOW_FRAME_BYTES)
             socket.connect(where)
             while True:
-                question = position.ask(namespace, self._id, bytes(ID_BYTES))
+                question = Follow(namespace, self._id, bytes(ID_BYTES), told, *known.position)
                 await socket.send_multipart([VERSION_FRAME, encode(question)])
                 async with asyncio.timeout(SILENCE_S):
                     frames = await socket.recv_multipart()
                 message = decode_from_server(frames)
                 if not isinstance(message, Changes) or message.namespace != namespace:
                     raise TransferError("it has another model, or other settings or weights")
-                position.hear(message)
-                position.take(known, message, frames[2:])
+                told = message.digest
+                self._mirror.take(known, message, frames[2:])
                 if known.num_cut:
                     self._report(replica, f"there are more than {MAX_PAGES:,} pages")
                 elif known.is_loaded:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.extras import require
-from sglang_tiered.sharing.addresses import parse_index_url, resolve
+from sglang_tiered.sharing.settings import parse_index_url, resolve
 
 REDIS = ("redis", "rediss", "unix")
 REDIS_S = 1.0
@@ -57,7 +57,7 @@ class Source:
     async def resolved(self) -> dict[str, str]:
         """Return URLs by ``IP:PORT``. A name that cannot be resolved now keeps the address that it
         had, and is missing without one. Raises ``ConfigError``, also where nobody is named,
-        ``OSError`` for a name of ``dns://``, and ``MembershipFailure`` for a Redis."""
+        ``OSError`` for a name of ``dns://``, and ``TransferError`` for a Redis."""
         return await asyncio.to_thread(self._resolved)
 
     def _resolved(self) -> dict[str, str]:

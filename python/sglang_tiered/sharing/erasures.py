@@ -26,7 +26,7 @@ from sglang_tiered.sharing.pages.messages import (
     ErasureNotice,
 )
 from sglang_tiered.storage.base import PIECE_KEYS
-from sglang_tiered.storage.promises import Promises, ended, is_true, keep
+from sglang_tiered.storage.promises import ended, is_true, keep, promise
 from sglang_tiered.storage.region.pending import Note
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Known(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _KnownErasure:
+    namespace: bytes
     tenant: bytes | None
     keys: bytes | None
     forget_at: float  # of the book's clock
@@ -145,8 +146,8 @@ class ErasureBook:
         self._shelves: dict[bytes, _Shelf] = {}
         self._version = 0
         self._spreading: list[_Spreading] = []
-        self._promises = Promises()
-        self._unnoted: dict[bytes, tuple[bytes, _KnownErasure]] = {}  # with their namespaces
+        self._is_closed = False
+        self._unnoted: dict[bytes, _KnownErasure] = {}
         self._look_at = 0.0
         self.num_told = 0
         self.num_applied = 0  # of what others told; the keeper's thread counts
@@ -175,7 +176,7 @@ class ErasureBook:
 
     def _noted_digest(self) -> bytes:
         noted = self._shelf.sum
-        for name, (_, record) in self._unnoted.items():
+        for name, record in self._unnoted.items():
             if self._shelf.records.get(name) is record:
                 noted ^= xxhash.xxh3_128_intdigest(name)
         return noted.to_bytes(ID_BYTES, "little")
@@ -253,8 +254,8 @@ class ErasureBook:
             )
             for each in what.pieces
         ]
-        is_done = self._promises.make()
         with self._lock:
+            is_done = ended(False) if self._is_closed else promise()
             for each in begun:
                 self._learn(each, local or ended(True))
             names = tuple(each.id for each in begun)
@@ -273,9 +274,11 @@ class ErasureBook:
         age_s = told.age_s if told.age_s <= self._retention_s else self._retention_s
         forget_at = self._clock() + self._retention_s - age_s
         self._version += 1
-        record = _KnownErasure(told.tenant, told.keys, forget_at, self._version, local)
+        record = _KnownErasure(
+            self._namespace, told.tenant, told.keys, forget_at, self._version, local
+        )
         self._shelf.add(told.id, record)
-        self._unnoted[told.id] = (self._namespace, record)
+        self._unnoted[told.id] = record
 
     def settle(self, version: int | None) -> None:
         """End what has spread: every server that lives has applied all up to ``version``; None:
@@ -291,23 +294,23 @@ class ErasureBook:
             for name in old:
                 if name in records:
                     self._shelf.drop(name)
-            left = []
-            for each in self._spreading:
-                if each.version <= reached and self._unnoted.keys().isdisjoint(each.names):
-                    keep(each.is_done, True)
-                    self.num_told += 1
-                else:
-                    left.append(each)
-            self._spreading = left
+            are_noted = self._unnoted.keys().isdisjoint
+            self.num_told += self._end(lambda e: e.version <= reached and are_noted(e.names), True)
+
+    def _end(self, is_over: Callable[[_Spreading], bool], outcome: bool) -> int:
+        """End what has spread, or cannot any more. The caller holds the lock."""
+        over = [each for each in self._spreading if is_over(each)]
+        for each in over:
+            keep(each.is_done, outcome)
+        self._spreading = [each for each in self._spreading if not each.is_done.done()]
+        return len(over)
 
     def change_namespace(self, namespace: bytes) -> None:
         """Continue under another namespace. What is known of the old one is kept for its return."""
         with self._lock:
             self._namespace, self._shelf = namespace, self._use(namespace)
             self._version += 1
-            for each in self._spreading:
-                keep(each.is_done, False)
-            self._spreading.clear()
+            self._end(lambda _: True, False)
 
     def _use(self, namespace: bytes) -> _Shelf:
         shelf = self._shelves.pop(namespace, _Shelf())
@@ -318,7 +321,9 @@ class ErasureBook:
 
     def close(self) -> None:
         """End what has not spread, as false."""
-        self._promises.close()
+        with self._lock:
+            self._is_closed = True
+            self._end(lambda _: True, False)
 
     # ---- Over a restart ----
 
@@ -335,37 +340,33 @@ class ErasureBook:
             # A clock that was set back would keep it for ever.
             forget_at = min(note.until_s + offset_s, now + self._retention_s)
             self._version += 1
-            record = _KnownErasure(noted.tenant, noted.keys, forget_at, self._version, ended(True))
+            record = _KnownErasure(
+                noted.namespace, noted.tenant, noted.keys, forget_at, self._version, ended(True)
+            )
             self._use(noted.namespace).add(note.id, record)
 
     def save(self) -> None:
         """Note what has become durable since. What cannot be noted is tried with the next call.
         What cannot become durable is known no longer, so that others tell it again."""
         with self._lock:
-            settled = {
-                name: (namespace, record)
-                for name, (namespace, record) in self._unnoted.items()
-                if record.local.done()
-            }
-            failed = {name for name, (_, record) in settled.items() if not record.local.result()}
+            settled = {name: each for name, each in self._unnoted.items() if each.local.done()}
+            failed = {name for name, each in settled.items() if not each.local.result()}
             for name in failed:
-                namespace, record = self._unnoted.pop(name)
-                if self._shelves.get(namespace, _Shelf()).records.get(name) is record:
-                    self._shelves[namespace].withdraw(name)
-            for each in self._spreading:
-                if failed.intersection(each.names):
-                    keep(each.is_done, False)
-            self._spreading = [each for each in self._spreading if not each.is_done.done()]
-        fresh = {name: each for name, each in settled.items() if name not in failed}
+                record = settled.pop(name)
+                del self._unnoted[name]
+                shelf = self._shelves.get(record.namespace)
+                if shelf is not None and shelf.records.get(name) is record:
+                    shelf.withdraw(name)
+            self._end(lambda each: not failed.isdisjoint(each.names), False)
         offset_s = self._wall_clock() - self._clock()
-        notes = [_note(name, *each, offset_s) for name, each in fresh.items()]
-        noted = (
-            self._notes.note_erased((), notes) if self._notes is not None and notes else ended(True)
-        )
+        notes = [_note(name, each, offset_s) for name, each in settled.items()]
+        noted = ended(True)
+        if self._notes is not None and notes:
+            noted = self._notes.note_erased((), notes)
         if not is_true(noted, _NOTE_WAIT_S):
             return
         with self._lock:
-            for name in fresh:
+            for name in settled:
                 self._unnoted.pop(name, None)
 
     def check_integrity(self) -> None:
@@ -382,8 +383,8 @@ class ErasureBook:
                 assert (keys_bytes, num_forgets) == counted, f"{keys_bytes}, {num_forgets}"
 
 
-def _note(name: bytes, namespace: bytes, record: _KnownErasure, offset_s: float) -> Note:
-    noted = _Noted(VERSION, namespace, record.tenant, record.keys)
+def _note(name: bytes, record: _KnownErasure, offset_s: float) -> Note:
+    noted = _Noted(VERSION, record.namespace, record.tenant, record.keys)
     return Note(name, record.forget_at + offset_s, msgspec.msgpack.encode(noted))
 
 

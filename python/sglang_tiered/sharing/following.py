@@ -20,11 +20,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.sharing.mirror import Peer
+from sglang_tiered.sharing.mirror import UNTOLD
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.link import PageLink
 from sglang_tiered.sharing.pages.messages import MAX_FOLLOW_FRAME_BYTES
-from sglang_tiered.sharing.position import Position
 from sglang_tiered.storage.backoff import Backoff, OnceLog
 from sglang_tiered.wire.sockets import printable
 
@@ -55,9 +54,10 @@ class _FollowedAddress:
 
     address: str
     backoff: Backoff
-    position: Position
     is_named: bool = True  # else it is followed for as long as it answers
     link: PageLink | None = None
+    is_asked: bool = False  # over this link, and did not answer yet
+    told: bytes = UNTOLD  # its last digest over this link
     aside_until: float = 0.0
     heard_at: float = 0.0
     trouble: str = ""
@@ -149,7 +149,7 @@ class Follower:
         for address in addresses:
             if address not in self._followed:
                 backoff = Backoff(self._clock, _FIRST_RETRY_S, _LAST_RETRY_S, spread=0.5)
-                self._followed[address] = _FollowedAddress(address, backoff, Position(self._mirror))
+                self._followed[address] = _FollowedAddress(address, backoff)
         self._tick(0.0)
 
     def _tick(self, _: float) -> None:
@@ -189,11 +189,14 @@ class Follower:
             self._fail(each, printable(str(error)))
             return
         each.comparing, each.version, each.compare_at = None, -1, 0.0
-        each.position.connect()
+        each.told = UNTOLD
         self._ask(each, each.link)
 
     def _ask(self, each: _FollowedAddress, link: PageLink) -> None:
-        link.send(each.position.ask(self._namespace, self._server, self._book.digest))
+        position = (0, 0, 0) if each.known is None else each.known.position
+        digest = self._book.digest
+        link.send(messages.Follow(self._namespace, self._server, digest, each.told, *position))
+        each.is_asked = True
 
     def _hear(
         self,
@@ -205,7 +208,9 @@ class Follower:
         if isinstance(message, messages.Erasures):
             self._hear_erasures(each, message)
         elif isinstance(message, messages.Changes):
-            each.position.hear(message)
+            if not each.is_asked:
+                raise TransferError("a page server answered what it was not asked.")
+            each.is_asked, each.told = False, message.digest
             self._hear_changes(each, message, payload)
             if each.link is link:
                 self._ask(each, link)
@@ -224,7 +229,7 @@ class Follower:
             self._report(each, "it has another model, or other settings or weights")
         elif (known := self._greet(each, message)) is not None:
             before, known.is_live = (known.is_live, known.digest), True
-            each.position.take(known, message, payload)
+            self._mirror.take(known, message, payload)
             if known.digest != message.digest and not message.more:
                 # Pages that it erased are not listed here any more.
                 known.digest, known.agreed_with = message.digest, b""
@@ -241,13 +246,13 @@ class Follower:
     def _greet(self, each: _FollowedAddress, message: Changes) -> MirroredPeer | None:
         """Know the server that answers. Returns None where there is none to know."""
         server = message.server.hex()
-        if each.known is not None and each.known.peer.server == server:
+        if each.known is not None and each.known.server == server:
             return each.known
         self._drop(each)
         each.version = -1
-        each.known = self._mirror.join(Peer(server, each.address))
+        each.known = self._mirror.join(server, each.address)
         if each.known is None:
-            is_known = any(o.known and o.known.peer.server == server for o in self._all())
+            is_known = any(o.known and o.known.server == server for o in self._all())
             self._set_aside(each)
             if not is_known:  # by another address
                 self._report(each, "there are more servers than this one can know")
@@ -318,7 +323,7 @@ class Follower:
         for each in self._all():
             had_link = each.link is not None
             self._end_link(each)  # over which it is asked about the one before
-            each.known, each.position = None, Position(mirror)
+            each.known = None
             if had_link:
                 self._connect(each)
 
@@ -356,7 +361,6 @@ class Follower:
         if each.known is not None:
             self._mirror.drop(each.known)
         each.known = None
-        each.position.forget()
 
     def _fail(self, each: _FollowedAddress, why: str) -> None:
         self.num_failures += 1

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from sglang_tiered.errors import StoreError, TransferError
 from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.sharing.pages.client import PageClient
-from sglang_tiered.sharing.pages.landing import PageOutcome
-from sglang_tiered.sharing.pages.messages import MAX_REQUEST_PAGES
+from sglang_tiered.sharing.pages.link import PageOutcome
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.storage.base import (
@@ -33,7 +32,7 @@ from sglang_tiered.storage.base import (
     TierEngine,
     TierStats,
 )
-from sglang_tiered.storage.jobs import JobBook, LoadPart, SplitLoad
+from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import ended
 from sglang_tiered.storage.region.device import copy_page
 from sglang_tiered.storage.region.files import LENDING_NAME
@@ -43,8 +42,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from sglang_tiered.sharing.pages.landing import Page, PageFetch
-    from sglang_tiered.storage.base import Erasure
+    from sglang_tiered.sharing.pages.link import PageFetch
+    from sglang_tiered.storage.base import Erasure, Page
+    from sglang_tiered.storage.jobs import LoadPart
 
 
 SETTINGS = PageSettings(is_local=True, max_reads=8)
@@ -53,34 +53,22 @@ SETTINGS = PageSettings(is_local=True, max_reads=8)
 RETRY_S = 1.0
 """A lender that could not be reached is tried again after this long."""
 
-_REASONS = {
-    PageOutcome.OK: Reason.OK,
-    PageOutcome.DAMAGED: Reason.CORRUPT,
-    PageOutcome.LATE: Reason.IO_ERROR,
-}
-
 
 def _namespace_of(claim: bytes | None) -> bytes:
     """Return the namespace in which pages are asked for; of no claim one that nobody else has."""
     return secrets.token_bytes(32) if claim is None else hashlib.sha256(claim).digest()
 
 
-class _LendingSocket:
-    """Where the socket of a shard is, however deep that lies. Raises ``OSError``."""
-
-    def __init__(self, shard: Path) -> None:
-        self._fd = os.open(shard, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.path = f"/proc/self/fd/{self._fd}/{LENDING_NAME}"
-        self.address = f"ipc://{self.path}"
-
-    def close(self) -> None:
-        """Close the directory, and leave the file."""
-        os.close(self._fd)
+def _open_shard(shard: Path) -> tuple[int, str]:
+    """Return a descriptor of a shard, and by it the path of its socket, however deep that lies.
+    Raises ``OSError``."""
+    descriptor = os.open(shard, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return descriptor, f"/proc/self/fd/{descriptor}/{LENDING_NAME}"
 
 
 @dataclass(eq=False, slots=True)
 class _OwnLoad:
-    """A load of the process itself, and those that its pages are copied for."""
+    """A load of the lending process itself, and those that its pages are copied for."""
 
     job: Job
     moment: object  # of what pages are, and of erasures
@@ -88,24 +76,59 @@ class _OwnLoad:
     joined: list[Job] = field(default_factory=list)
 
 
-class _OwnLoads:
-    """Loads of the process itself, which others join that want the same pages meanwhile. ``moment``
-    changes with what pages are; ``later`` copies, on a thread of its own. Any thread."""
+class PageLender:
+    """Lends pages from construction to ``close``; the caller has the shard locked. ``submit``
+    begins a load, and ``generation`` changes with every erasure. Raises ``StoreError`` where
+    nothing can listen in the shard. Any thread; copies are made on that of the page server."""
 
-    def __init__(self, moment: Callable[[], object], later: Callable[..., None]) -> None:
-        self._moment = moment
-        self._later = later
+    def __init__(
+        self,
+        shard: Path,
+        submit: Callable[[Run], Job],
+        generation: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._namespace = _namespace_of(None)
+        self._generation = generation
         self._lock = threading.Lock()
-        self._by_key: dict[bytes, _OwnLoad] = {}
+        self._own: dict[bytes, _OwnLoad] = {}  # by the keys of their pages
         self._is_closed = False
+        self._source = PageSource(
+            lambda run: self._join(run) or submit(run),
+            namespace=lambda: self._namespace,
+            max_free_bytes=SETTINGS.max_serving_bytes // 2,
+            generation=generation,
+        )
+        self._descriptor, self._path = _open_shard(shard)
+        try:
+            self._server = PageServer(
+                self._source,
+                namespace=self._namespace,
+                endpoint=f"ipc://{self._path}",
+                settings=SETTINGS,
+            )
+            os.chmod(self._path, 0o600)
+        except (TransferError, OSError) as error:
+            os.close(self._descriptor)
+            raise StoreError(
+                f"{shard} takes no socket ({error}), by which ranks share its pages; pass another "
+                "--tier-dir"
+            ) from error
+
+    def set_claim(self, claim: bytes | None) -> None:
+        """Take the pages for this from now on. They go only to a borrower with the same claim, and
+        to no borrower while it is None. The owner sets None before it changes what the engine
+        finds, and the new claim afterwards."""
+        self._namespace = _namespace_of(claim)
+        self._server.set_namespace(self._namespace)
 
     def load(self, run: Run, submit: Callable[[Run], Job]) -> Job:
-        """Begin a load, which ends once who joined it has the pages."""
+        """Begin a load of this process, whose pages go to borrowers too that ask for them before
+        they are there. It ends once they have them, and has no other outcome."""
         pages = dict(zip(run.keys, run.pages, strict=True))
-        own = _OwnLoad(Job(JobKind.LOAD, run), self._moment(), pages)
+        own = _OwnLoad(Job(JobKind.LOAD, run), self._moment, pages)
         with self._lock:
             if not self._is_closed:
-                self._by_key.update(dict.fromkeys(pages, own))
+                self._own.update(dict.fromkeys(pages, own))
         try:
             submit(run).call_at_end(partial(self._ended, own))
         except BaseException:
@@ -113,11 +136,15 @@ class _OwnLoads:
             raise
         return own.job
 
-    def join(self, run: Run) -> Job | None:
-        """Return a load that waits for one under way, if one brings all of these pages."""
-        moment, sizes = self._moment(), [_size(page) for page in run.pages]
+    @property
+    def _moment(self) -> object:
+        return self._namespace, self._generation()
+
+    def _join(self, run: Run) -> Job | None:
+        """Return a load that waits for an own one under way, if one brings all of these pages."""
+        moment, sizes = self._moment, [_size(page) for page in run.pages]
         with self._lock:
-            own = self._by_key.get(run.keys[0])
+            own = self._own.get(run.keys[0])
             if own is None or own.moment != moment:
                 return None
             if [_size(own.pages.get(key, ())) for key in run.keys] != sizes:
@@ -130,12 +157,12 @@ class _OwnLoads:
         own.job.reasons = job.reasons
         with self._lock:
             for key in own.pages:
-                if self._by_key.get(key) is own:
-                    del self._by_key[key]
+                if self._own.get(key) is own:
+                    del self._own[key]
             if own.joined and not self._is_closed:
-                self._later(self._copy, own)
+                self._server.loop.call(self._copy, own)
                 return
-        self._finish(own)
+        _finish(own)
 
     def _copy(self, own: _OwnLoad) -> None:
         became = dict(zip(own.pages, own.job.reasons, strict=True))
@@ -147,88 +174,29 @@ class _OwnLoads:
                         copy_page(own.pages[key], into)
                 job.reasons = reasons
         finally:
-            self._finish(own)
-
-    def _finish(self, own: _OwnLoad) -> None:
-        own.job.finish()  # the pages may change from now on
-        for job in own.joined:
-            job.finish()
+            _finish(own)
 
     def close(self) -> None:
-        """Let nobody join from now on. What is copied by then is copied."""
+        """Give nothing from now on. What is copied by then is copied. Idempotent."""
         with self._lock:
+            if self._is_closed:
+                return
             self._is_closed = True
-            self._by_key.clear()
+            self._own.clear()
+        self._server.stop()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        os.close(self._descriptor)
+
+
+def _finish(own: _OwnLoad) -> None:
+    own.job.finish()  # the pages may change from now on
+    for job in own.joined:
+        job.finish()
 
 
 def _size(page: Page) -> int:
     return sum(part.nbytes for part in page)
-
-
-class PageLender:
-    """Lends pages from construction to ``close``; the caller has the shard locked. ``submit``
-    begins a load. Raises ``StoreError`` where nothing can listen in the shard."""
-
-    def __init__(
-        self,
-        shard: Path,
-        submit: Callable[[Run], Job],
-        generation: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._claim: bytes | None = None
-        self._namespace = _namespace_of(None)
-        self._source = PageSource(
-            lambda run: self._own.join(run) or submit(run),
-            namespace=lambda: self._namespace,
-            max_free_bytes=SETTINGS.max_serving_bytes // 2,
-            generation=generation,
-        )
-        self._socket = _LendingSocket(shard)
-        try:
-            self._server = PageServer(
-                self._source,
-                namespace=self._namespace,
-                endpoint=self._socket.address,
-                settings=SETTINGS,
-            )
-            self._own = _OwnLoads(lambda: (self._namespace, generation()), self._server.loop.call)
-            os.chmod(self._socket.path, 0o600)
-        except (TransferError, OSError) as error:
-            self._socket.close()
-            raise StoreError(
-                f"{shard} takes no socket ({error}), by which ranks share its pages; pass another "
-                "--tier-dir"
-            ) from error
-        self._is_closed = False
-
-    @property
-    def claim(self) -> bytes | None:
-        """Return what the pages are taken to be. They go only to a borrower with the same claim,
-        and to no borrower while it is None. The owner sets None before it changes what the engine
-        finds, and the new claim afterwards."""
-        return self._claim
-
-    @claim.setter
-    def claim(self, claim: bytes | None) -> None:
-        self._claim = claim
-        self._namespace = _namespace_of(claim)
-        self._server.set_namespace(self._namespace)
-
-    def load(self, run: Run, submit: Callable[[Run], Job]) -> Job:
-        """Begin a load of this process, whose pages go to borrowers too that ask for them before
-        they are there. It ends once they have them, and has no other outcome."""
-        return self._own.load(run, submit)
-
-    def close(self) -> None:
-        """Give nothing from now on. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._own.close()
-        self._server.stop()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._socket.path)
-        self._socket.close()
 
 
 class BorrowedEngine(TierEngine):
@@ -241,7 +209,7 @@ class BorrowedEngine(TierEngine):
         self.claim: bytes | None = None
         self._clock = clock
         self._lock = threading.Lock()  # of all below
-        self._lender: tuple[_LendingSocket, PageClient] | None = None
+        self._client: PageClient | None = None
         self._closed = False
         self._generation = 0  # of erasures
         self._failed_at: float | None = None
@@ -250,12 +218,13 @@ class BorrowedEngine(TierEngine):
     def open(self, shard: Path) -> None:
         """Borrow from the process that has this shard open, now or later. Once. Raises
         ``OSError``."""
-        self._lender = _LendingSocket(shard), PageClient(SETTINGS)
+        self._descriptor, path = _open_shard(shard)
+        self._address, self._client = f"ipc://{path}", PageClient(SETTINGS)
 
     @property
     def serves(self) -> bool:
         """Return whether a load could bring anything."""
-        return self.health is Health.RUNNING and None not in (self.claim, self._lender)
+        return self.health is Health.RUNNING and None not in (self.claim, self._client)
 
     @property
     def health(self) -> Health:
@@ -275,33 +244,25 @@ class BorrowedEngine(TierEngine):
     def submit_load(self, run: Run, *, deadline_s: float | None = None) -> Job:
         with self._lock:
             job = self._jobs.open(JobKind.LOAD, run)
-            claim, lender, generation = self.claim, self._lender, self._generation
-            if self._closed:
+            claim, client, generation = self.claim, self._client, self._generation
+            if self._closed or claim is None or client is None:
+                if not self._closed:
+                    job.reasons = [Reason.MISS] * run.num_pages
                 self._jobs.finish(job)
                 return job
-        address = None if claim is None or lender is None else lender[0].address
-        SplitLoad(
+        client.load(
             job,
-            self._clock,
-            None if deadline_s is None else self._clock() + deadline_s,
-            lambda keys, failed: [None if failed else address] * len(keys),
-            partial(self._fetch, _namespace_of(claim)),
-            partial(self._over, generation),
-            most_pages=MAX_REQUEST_PAGES,
-            most_bytes=SETTINGS.request_bytes if lender is None else lender[1].request_bytes,
-        ).begin()
+            _namespace_of(claim),
+            lambda keys, failed: [None if failed else self._address] * len(keys),
+            deadline_s=deadline_s,
+            learn=self._learn,
+            over=partial(self._over, generation),
+        )
         return job
 
-    def _fetch(self, namespace: bytes, part: LoadPart[str], left_s: float | None) -> None:
-        assert self._lender is not None
-        _, client = self._lender
-        run, done = part.run, partial(self._fetched, part)
-        client.fetch(part.holder, namespace, run.keys, run.pages, deadline_s=left_s, done=done)
-
-    def _fetched(self, part: LoadPart[str], fetch: PageFetch) -> None:
-        """End a part of a load, on the client's thread."""
+    def _learn(self, _: LoadPart[str], fetch: PageFetch) -> None:
+        """The client's thread."""
         self._failed_at = self._clock() if PageOutcome.LOST in fetch.outcomes else None
-        part.load.end(part, [_REASONS.get(outcome, Reason.MISS) for outcome in fetch.outcomes])
 
     def _over(self, generation: int, job: Job) -> None:
         with self._lock:
@@ -334,10 +295,9 @@ class BorrowedEngine(TierEngine):
             if self._closed:
                 return
             self._closed = True
-        if self._lender is not None:
-            socket, client = self._lender
-            client.close()
-            socket.close()
+        if self._client is not None:
+            self._client.close()
+            os.close(self._descriptor)
 
     def check_integrity(self) -> None:
         assert not self._jobs.num_inflight, f"{self._jobs.num_inflight} loads under way"

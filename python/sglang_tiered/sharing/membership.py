@@ -21,7 +21,8 @@ from redis import exceptions
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.errors import TransferError
-from sglang_tiered.sharing.addresses import (
+from sglang_tiered.sharing.pages.link import check_address
+from sglang_tiered.sharing.settings import (
     IndexUrl,
     Role,
     Serving,
@@ -29,7 +30,6 @@ from sglang_tiered.sharing.addresses import (
     parse_index_url,
     resolve,
 )
-from sglang_tiered.sharing.pages.link import check_address
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.wire.sockets import endpoint_of
 
@@ -93,10 +93,6 @@ def read_record(data: Any) -> ServerRecord | None:
     return record
 
 
-class MembershipFailure(Exception):  # noqa: N818
-    """Redis did not do what it was asked; the message is one clause that may be shown."""
-
-
 def _client(url: IndexUrl, timeout_s: float) -> Any:
     times = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     options = {**url.options, **times, "retry": None, "protocol": 2}
@@ -105,17 +101,18 @@ def _client(url: IndexUrl, timeout_s: float) -> Any:
 
 
 def _told(url: IndexUrl, ask: Callable[[], _Found]) -> _Found:
-    """Ask, and tell of an error in words of our own. Raises ``MembershipFailure``."""
+    """Ask, and tell of an error in words of our own: one clause that may be shown, as that of the
+    ``TransferError`` which it raises."""
     try:
         return ask()
     except (exceptions.RedisError, OSError, ValueError) as error:
         clause = next((c for kind, c in _KINDS.items() if isinstance(error, kind)), None)
-    raise MembershipFailure(f"{url.shown}: {clause or 'no connection'}")
+    raise TransferError(f"{url.shown}: {clause or 'no connection'}")
 
 
 def read_servings(text: str, timeout_s: float) -> list[Serving]:
     """Return where servers of every namespace in the Redis at a URL answer requests, of at most
-    1,024 records there. Writes nothing, and blocks. Raises ``MembershipFailure``."""
+    1,024 records there. Writes nothing, and blocks. Raises ``TransferError``."""
     url = parse_index_url(text)
 
     def ask() -> list[Serving]:
@@ -168,7 +165,7 @@ class Membership:
             self._serving = serving
 
     def exchange(self) -> list[str]:
-        """Name this server, and return the addresses of all. Raises ``MembershipFailure``."""
+        """Name this server, and return the addresses of all. Raises ``TransferError``."""
         return _told(self._url, self._exchange)
 
     def _exchange(self) -> list[str]:

@@ -1,9 +1,12 @@
 """The pages that other servers hold, as this one knows them, of one namespace. Memory only.
 
 One thread writes (the follower); ``find`` takes no lock, ``hide_pages`` and ``avoid`` take one for
-a moment. A page is found at a peer only while it is followed, its snapshot is here, it answers, and
-it has applied exactly the erasures that this server has. So a page that was erased here cannot come
-back from a peer that has not erased it yet.
+a moment. An answer that does not follow on what is known of a server changes nothing: the same is
+asked again, and a server answers from any position.
+
+A page is found at a peer only while it is followed, its snapshot is here, it answers, and it has
+applied exactly the erasures that this server has. So a page that was erased here cannot come back
+from a peer that has not erased it yet.
 """
 
 from __future__ import annotations
@@ -14,12 +17,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from sglang_tiered.errors import TransferError
+from sglang_tiered.sharing.pages.messages import ID_BYTES, MAX_FINGERPRINTS
 from sglang_tiered.sharing.table import WORD_BITS, PageTable, choose_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import numpy.typing as npt
+
+    from sglang_tiered.sharing.pages.messages import Changes
 
     Fingerprints = npt.NDArray[np.uint64]
 
@@ -28,28 +35,18 @@ _PIECE = 1 << 11  # pages added while the lock is held once
 _ROOM = 0.95  # of the bound is for servers that begin; the rest for what those known store since
 
 
-class Peer(NamedTuple):
-    """Another server."""
-
-    server: str  # random hex id of one process's rank
-    address: str  # "tcp://IP:port" of its page server
-
-
-class MirrorFigures(NamedTuple):
-    """What is known now."""
-
-    num_peers: int  # followed
-    num_usable: int  # of those, that pages are found at
-    num_pages: int  # different ones
-    num_bytes: int
+UNTOLD = b"\xff" * ID_BYTES
+"""No digest: who says that it was told this one is answered at once."""
 
 
 @dataclass(eq=False, slots=True)
 class MirroredPeer:
-    """The state of one server. Its follower sets ``digest``, ``agreed_with`` and ``is_live``, and
-    then calls ``choose``; the rest is guarded by the mirror's lock."""
+    """What is known of one server. Its follower sets ``digest``, ``agreed_with`` and ``is_live``,
+    and then calls ``choose``. The mirror's lock guards the rest, but for the position, which is the
+    follower's."""
 
-    peer: Peer
+    server: str  # random hex id of one process's rank
+    address: str  # "tcp://IP:port" of its page server
     slot: int
     digest: bytes = b""  # of the erasures that it has applied
     agreed_with: bytes = b""  # another digest, whose difference from that one is settled
@@ -58,6 +55,15 @@ class MirroredPeer:
     num_pages: int = 0
     num_cut: int = 0  # of its pages, of which nothing is known while there is no room for all
     avoided_until: float = 0.0
+    epoch: int = 0
+    sequence: int = 0  # of the last change that is known
+    cursor: int | None = 0  # the next fingerprint of a snapshot; None: all of it is known
+    num_taken: int = 0  # fingerprints of the snapshot
+
+    @property
+    def position(self) -> tuple[int, int, int | None]:
+        """How far it was read, as ``Follow`` says it."""
+        return self.epoch, self.sequence, self.cursor
 
 
 class _View(NamedTuple):
@@ -65,7 +71,7 @@ class _View(NamedTuple):
 
     table: PageTable
     usable: npt.NDArray[np.uint64]  # [words], the bits of peers that pages are found at
-    peers: npt.NDArray[np.object_]  # Peer or None by slot; the last is None, which -1 means
+    addresses: npt.NDArray[np.object_]  # by slot, or None; the last is None, which -1 means
     digest: bytes | None  # with which those agree; None where there is none
 
 
@@ -95,21 +101,24 @@ class Mirror:
 
     # ---- Any thread ----
 
-    def find(self, keys: Sequence[bytes], without: Iterable[Peer] = ()) -> list[Peer | None]:
-        """A usable peer that holds each page, none of those ``without``; or None."""
+    def find(self, keys: Sequence[bytes], without: Iterable[str] = ()) -> list[str | None]:
+        """The address of a usable server that holds each page, none of those ``without``."""
         view = self._view
         if not keys or view.digest is None or view.digest != self._digest():
             return [None] * len(keys)
         pages = fingerprints_of(keys)
         bits = view.table.holders(view.table.find(pages)) & view.usable[:, None]
-        for peer in without:
-            known = self._peers.get(peer.server)
-            if known is not None and known.slot < len(bits) * WORD_BITS:
-                bits[known.slot // WORD_BITS] &= ~np.uint64(1 << known.slot % WORD_BITS)
+        for slot in [known.slot for each in without for known in self._at(each)]:
+            if slot < len(bits) * WORD_BITS:
+                bits[slot // WORD_BITS] &= ~np.uint64(1 << slot % WORD_BITS)
         if not bits.any():
             return [None] * len(keys)
-        found: list[Peer | None] = view.peers.take(choose_slots(bits, pages, self._salt)).tolist()
+        slots = choose_slots(bits, pages, self._salt)
+        found: list[str | None] = view.addresses.take(slots).tolist()
         return found
+
+    def _at(self, address: str) -> list[MirroredPeer]:
+        return [known for known in tuple(self._peers.values()) if known.address == address]
 
     def holders(self, pages: Fingerprints) -> npt.NDArray[np.uint64]:
         """Return the bits of the servers that hold each page, by their slots, whether pages are
@@ -125,12 +134,11 @@ class Mirror:
             if self._hidden is not None:
                 self._hidden.append(pages)
 
-    def avoid(self, server: str, seconds: float) -> None:
+    def avoid(self, address: str, seconds: float) -> None:
         with self.lock:
-            known = self._peers.get(server)
-            if known is not None:
+            for known in self._at(address):
                 known.avoided_until = self._clock() + seconds
-                self._choose()
+            self._choose()
 
     def choose(self) -> None:
         """Decide again at which peers pages are found."""
@@ -138,29 +146,30 @@ class Mirror:
             self._choose()
 
     @property
-    def has_peers(self) -> bool:
-        """Whether any server is followed. Takes no lock."""
-        return any(known.is_live for known in tuple(self._peers.values()))
+    def num_peers(self) -> int:
+        """Of servers that are followed and answer. Takes no lock."""
+        return sum(known.is_live for known in tuple(self._peers.values()))
 
-    def figures(self) -> MirrorFigures:
-        with self.lock:
-            return MirrorFigures(
-                sum(known.is_live for known in self._peers.values()),
-                sum(word.bit_count() for word in self._view.usable.tolist()),
-                self._num_held,
-                self._table.num_bytes,
-            )
+    @property
+    def num_usable(self) -> int:
+        """Of those, that pages are found at."""
+        return sum(word.bit_count() for word in self._view.usable.tolist())
+
+    @property
+    def num_pages(self) -> int:
+        """Different ones."""
+        return self._num_held
 
     # ---- The follower's thread ----
 
-    def join(self, peer: Peer) -> MirroredPeer | None:
+    def join(self, server: str, address: str) -> MirroredPeer | None:
         """Know a server from now on; None if it is known, or beyond ``max_peers``."""
         with self.lock:
-            if peer.server in self._peers or len(self._peers) >= self._max_peers:
+            if server in self._peers or len(self._peers) >= self._max_peers:
                 return None
             taken = {known.slot for known in self._peers.values()}
             slot = next(slot for slot in range(self._max_peers) if slot not in taken)
-            known = self._peers[peer.server] = MirroredPeer(peer, slot)
+            known = self._peers[server] = MirroredPeer(server, address, slot)
             return known
 
     @property
@@ -171,8 +180,8 @@ class Mirror:
         """Know a server no longer."""
         self.unload(known)
         with self.lock:
-            if self._peers.get(known.peer.server) is known:
-                del self._peers[known.peer.server]
+            if self._peers.get(known.server) is known:
+                del self._peers[known.server]
             self._choose()
 
     def unload(self, known: MirroredPeer) -> None:
@@ -194,9 +203,48 @@ class Mirror:
             known.is_loaded = True
             self._choose()
 
-    def has_room(self, known: MirroredPeer) -> bool:
-        """Whether the pages of a server that is cut would fit by now."""
-        return 0 < known.num_cut < _ROOM * self.max_pages - self._num_held
+    def take(
+        self, known: MirroredPeer, message: Changes, payload: Iterable[bytes | memoryview]
+    ) -> None:
+        """Take up what came and went of the pages of a server. Where they do not all fit, only
+        their number is kept (``num_cut``), until there is room. Raises ``TransferError`` for a
+        breach of the protocol."""
+        added, removed = _changed_pages(message, payload)
+        if message.start == 0:
+            self.unload(known)
+            known.epoch, known.sequence, known.cursor = message.epoch, message.sequence, 0
+            known.num_taken = 0
+        if message.epoch != known.epoch:
+            return
+        if message.start is not None:
+            if message.start == known.cursor and message.sequence >= known.sequence:
+                self._take_piece(known, message.end, added)
+        elif known.cursor is None and message.sequence == known.sequence + 1:
+            self._take_change(known, added, removed)
+        if known.cursor is None and 0 < known.num_cut < _ROOM * self.max_pages - self._num_held:
+            known.cursor = 0  # they would fit by now
+
+    def _take_piece(self, known: MirroredPeer, end: int | None, added: Fingerprints) -> None:
+        known.num_taken += max(len(added), 1)
+        if known.num_taken > 4 * self.max_pages + MAX_FINGERPRINTS:
+            raise TransferError("a page server names pages without an end.")
+        cursor = None if end is None else end + 1
+        if not self.add_pages(known, added):
+            part = (cursor or 1 << 64) / (1 << 64)  # fingerprints are spread evenly
+            self.cut(known, int(known.num_taken / part))
+            cursor = None
+        elif cursor is None:
+            self.loaded(known)
+        known.cursor = cursor
+
+    def _take_change(self, known: MirroredPeer, added: Fingerprints, removed: Fingerprints) -> None:
+        if known.num_cut:
+            known.num_cut = max(known.num_cut + len(added) - len(removed), 1)
+        else:
+            self.remove_pages(known, removed)
+            if not self.add_pages(known, added):
+                self.cut(known, known.num_pages + len(added))
+        known.sequence += 1
 
     def add_pages(self, known: MirroredPeer, pages: Fingerprints) -> bool:
         """Note that a server holds pages. Returns false where they do not fit: ``cut`` it."""
@@ -279,11 +327,11 @@ class Mirror:
                 and digest in (known.digest, known.agreed_with)
             ):
                 usable[word] |= 1 << known.slot % WORD_BITS
-        peers = np.full(self._num_slots + 1, None)
+        addresses = np.full(self._num_slots + 1, None)
         for known in self._peers.values():
-            peers[known.slot] = known.peer
+            addresses[known.slot] = known.address
         agreed = digest if any(usable) else None
-        self._view = _View(self._table, np.array(usable, np.uint64), peers, agreed)
+        self._view = _View(self._table, np.array(usable, np.uint64), addresses, agreed)
 
     def check_integrity(self) -> None:
         with self.lock:
@@ -295,6 +343,22 @@ class Mirror:
                 bits, most = sum(map(len, self._table.rows_of(slot))), counted.pop(slot, 0)
                 assert bits == most, f"slot {slot} has {bits} pages, counted {most}"
             assert not any(counted.values()), f"{counted} pages of servers without a place"
+
+
+def _changed_pages(
+    message: Changes, payload: Iterable[bytes | memoryview]
+) -> tuple[Fingerprints, Fingerprints]:
+    """Return the fingerprints that came and went. Raises ``TransferError`` for a breach."""
+    data = b"".join(payload)
+    if len(data) != 8 * (message.num_added + message.num_removed):
+        raise TransferError(
+            f"a page server sent {len(data)} bytes for {message.num_added} pages that came and "
+            f"{message.num_removed} that went."
+        )
+    if message.end is not None and not (message.start or 0) <= message.end < 1 << 64:
+        raise TransferError("a page server sent a piece that ends before it begins.")
+    pages = np.frombuffer(data, "<u8")
+    return pages[: message.num_added], pages[message.num_added :]
 
 
 def fingerprints_of(keys: Sequence[bytes]) -> Fingerprints:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import functools
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_tiered.checksummed import page_checksum
-from sglang_tiered.sharing.pages.server import Place
 from sglang_tiered.storage.base import Reason, Run
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import padded
@@ -59,8 +58,17 @@ class BufferPool:
                 self._free_bytes += buffer.nbytes
 
 
-class _SharedRead:
-    """Pages that are being read, for all who ask for them until they were sent."""
+class Place(NamedTuple):
+    """The place of one page in the memory that was read, and its checksum."""
+
+    offset: int
+    length: int
+    checksum: int
+
+
+class SharedRead:
+    """Pages that are being read, for all who ask for them until they were sent. Each calls
+    ``release`` once, after its last use of ``data``."""
 
     def __init__(
         self, namespace: Callable[[], bytes], num_pages: int, release: Callable[[], None]
@@ -71,12 +79,13 @@ class _SharedRead:
         self.spots: list[tuple[int, int, int | None] | None] = [None] * num_pages
         self.job: Job | None = None  # of those, once it is over
         self.data = memoryview(b"")
-        self.waiting: list[Callable[[_SharedRead], None]] | None = []
+        self.waiting: list[Callable[[SharedRead], None]] | None = []
         self.num_readers = 0
 
     @functools.cached_property
     def places(self) -> Sequence[Place | None]:
-        """Where the pages are; made once, by who sends first and not under the store's lock."""
+        """Where the pages are, None for those that are not held under their length; made once, by
+        who sends first and not under the store's lock."""
         if self.job is None:
             return [None] * len(self.spots)
         read = zip(self.job.run.keys, self.job.reasons, strict=True)
@@ -95,8 +104,8 @@ class _SharedRead:
 
 
 class PageSource:
-    """A ``PageReader`` over ``submit``. It keeps ``max_free_bytes`` of memory for the next reads;
-    the server bounds the memory in use.
+    """Reads pages by ``submit``, which begins a load. It keeps ``max_free_bytes`` of memory for the
+    next reads; the server bounds the memory in use.
 
     ``find`` returns what is stored of each key; without it all pages are asked for, and their
     checksums made with ``namespace``, as those of pages that were stored encoded. ``generation``
@@ -121,7 +130,7 @@ class PageSource:
         self._is_pressed = is_pressed
         self._memory = BufferPool(max_free_bytes)
         self._lock = threading.Lock()
-        self._reads: dict[object, _SharedRead] = {}
+        self._reads: dict[object, SharedRead] = {}
 
     @classmethod
     def of_region(cls, region: RegionEngine, *, max_free_bytes: int) -> PageSource:
@@ -136,12 +145,14 @@ class PageSource:
 
     @property
     def is_pressed(self) -> bool:
+        """Whether reads queue up at the device: a server then reads one request at a time."""
         return self._is_pressed()
 
     def read(
-        self, keys: Sequence[bytes], lengths: Sequence[int], done: Callable[[_SharedRead], None]
+        self, keys: Sequence[bytes], lengths: Sequence[int], done: Callable[[SharedRead], None]
     ) -> None:
-        """See ``PageReader.read``. ``done`` may be called under the store's lock."""
+        """Start to read pages; never blocks. ``done`` is called once, on any thread, perhaps under
+        the store's lock."""
         name: object = object()
         if self._generation is not None:
             name = (self._namespace(), self._generation(), tuple(keys), tuple(lengths))
@@ -149,7 +160,7 @@ class PageSource:
             read = self._reads.get(name)
             is_first = read is None
             if read is None:
-                read = _SharedRead(self._namespace, len(keys), partial(self._released, name))
+                read = SharedRead(self._namespace, len(keys), partial(self._released, name))
                 self._reads[name] = read
             read.num_readers += 1
             is_over = read.waiting is None
@@ -168,9 +179,7 @@ class PageSource:
             else:
                 job.call_at_end(partial(self._ended, read))
 
-    def _begin(
-        self, read: _SharedRead, keys: Sequence[bytes], lengths: Sequence[int]
-    ) -> Job | None:
+    def _begin(self, read: SharedRead, keys: Sequence[bytes], lengths: Sequence[int]) -> Job | None:
         stored = [None] * len(keys) if self._find is None else self._find(keys)
         at = 0
         wanted: list[tuple[bytes, int, int]] = []
@@ -187,7 +196,7 @@ class PageSource:
         pages = tuple((data[at : at + length],) for _, at, length in wanted)
         return self._submit(Run(tuple(key for key, *_ in wanted), pages))
 
-    def _ended(self, read: _SharedRead, job: Job | None = None) -> None:
+    def _ended(self, read: SharedRead, job: Job | None = None) -> None:
         """Hand pages to all who wait. May run under a store's lock."""
         with self._lock:
             read.job = job

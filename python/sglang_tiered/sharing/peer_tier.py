@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +20,7 @@ import zmq
 from sglang_tiered.errors import ConfigError, TransferError
 from sglang_tiered.sharing.page_source import PageSource
 from sglang_tiered.sharing.pages.client import PageClient
-from sglang_tiered.sharing.pages.landing import PageOutcome
-from sglang_tiered.sharing.pages.messages import MAX_REQUEST_PAGES
+from sglang_tiered.sharing.pages.link import PageOutcome
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.sharing.sync import PeerSync
@@ -31,12 +29,10 @@ from sglang_tiered.storage.base import (
     Health,
     Job,
     JobKind,
-    Reason,
     Tier,
     TierEngine,
     TierStats,
 )
-from sglang_tiered.storage.jobs import LoadPart, SplitLoad
 from sglang_tiered.storage.promises import ended
 from sglang_tiered.wire.keys import PEER, load_keys
 from sglang_tiered.wire.sockets import endpoint_of
@@ -45,13 +41,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.sharing.addresses import Serving
     from sglang_tiered.sharing.membership import Membership
-    from sglang_tiered.sharing.mirror import Mirror, Peer
-    from sglang_tiered.sharing.pages.landing import PageFetch
-    from sglang_tiered.sharing.settings import PeerSettings
+    from sglang_tiered.sharing.mirror import Mirror
+    from sglang_tiered.sharing.pages.link import PageFetch
+    from sglang_tiered.sharing.settings import PeerSettings, Serving
     from sglang_tiered.sharing.sync import EraseWanted
     from sglang_tiered.storage.base import Erasure, Run
+    from sglang_tiered.storage.jobs import LoadPart
     from sglang_tiered.storage.region.engine import RegionEngine
 
 
@@ -62,16 +58,6 @@ _BUSY_S = 0.2  # a holder that has too much to do is left alone for so long
 _FIRST_AVOID_S = 0.5  # one that fails; twice as long each time
 _MAX_AVOID_S = 30.0
 _MAX_FAILING = 1024
-
-_REASONS = {
-    PageOutcome.OK: Reason.OK,
-    PageOutcome.MISS: Reason.MISS,
-    PageOutcome.BUSY: Reason.MISS,
-    PageOutcome.DAMAGED: Reason.CORRUPT,
-    PageOutcome.LOST: Reason.IO_ERROR,
-    PageOutcome.LATE: Reason.IO_ERROR,
-    PageOutcome.CANCELLED: Reason.CANCELLED,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +131,10 @@ class PeerTier(TierEngine):
             self._server = PageServer(
                 PageSource.of_region(region, max_free_bytes=pages.max_serving_bytes // 2),
                 namespace=namespace,
-                host=settings.listen_host,
-                port=settings.listen_port,
+                endpoint=endpoint_of(settings.listen_host, settings.listen_port or "*"),
                 settings=pages,
                 keys=keys,
-                told=self._sync,
+                followers=self._sync.followers,
                 context=self._context,
             )
         except TransferError as error:
@@ -189,7 +174,7 @@ class PeerTier(TierEngine):
     @property
     def server(self) -> str:
         """This server's id, as others see it."""
-        return self._sync.server.hex()
+        return self._sync.followers.server.hex()
 
     @property
     def port(self) -> int:
@@ -220,7 +205,7 @@ class PeerTier(TierEngine):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if self._closed:
             return [False] * len(keys)
-        return [peer is not None for peer in self._sync.mirror.find(keys)]
+        return [address is not None for address in self._sync.mirror.find(keys)]
 
     # ---- Loads ----
 
@@ -230,21 +215,20 @@ class PeerTier(TierEngine):
     # ---- Others ----
 
     def stats(self) -> PeerStats:
-        sync, client, server = self._sync, self._client.stats, self._server.stats
-        figures, trouble = sync.mirror.figures(), sync.trouble
+        sync, client, server = self._sync, self._client, self._server
+        mirror, trouble = sync.mirror, sync.trouble
         health = Health.FAILED if self._closed else self.health
         reasons = {Health.RUNNING: "", Health.MISS_ONLY: trouble, Health.FAILED: "closed"}
-        outcomes = client.outcomes
         return PeerStats(
             health=health,
             health_reason=reasons[health],
-            num_fetched=outcomes[PageOutcome.OK],
+            num_fetched=client.outcomes[PageOutcome.OK],
             bytes_fetched=client.num_bytes,
-            num_missed=outcomes[PageOutcome.MISS],
-            num_damaged=outcomes[PageOutcome.DAMAGED],
-            num_late=outcomes[PageOutcome.LATE],
-            num_busy=outcomes[PageOutcome.BUSY],
-            num_lost=outcomes[PageOutcome.LOST],
+            num_missed=client.outcomes[PageOutcome.MISS],
+            num_damaged=client.outcomes[PageOutcome.DAMAGED],
+            num_late=client.outcomes[PageOutcome.LATE],
+            num_busy=client.outcomes[PageOutcome.BUSY],
+            num_lost=client.outcomes[PageOutcome.LOST],
             num_recovered=self._loader.num_recovered,
             num_inflight_jobs=self._loader.num_inflight,
             num_served=server.num_served,
@@ -252,11 +236,11 @@ class PeerTier(TierEngine):
             num_served_misses=server.num_missed,
             num_refused=server.num_busy,
             num_breaches=client.num_breaches + server.num_breaches + sync.follower.num_breaches,
-            serving_bytes=self._server.held_bytes,
+            serving_bytes=server.held_bytes,
             is_discovering=not (self._closed or sync.discovery.trouble),
-            num_peers=figures.num_peers,
-            num_peers_withheld=figures.num_peers - figures.num_usable,
-            num_pages_mirrored=figures.num_pages,
+            num_peers=mirror.num_peers,
+            num_peers_withheld=max(0, mirror.num_peers - mirror.num_usable),
+            num_pages_mirrored=mirror.num_pages,
             num_failures=sync.follower.num_failures + sync.discovery.num_failures,
             num_purges_told=sync.book.num_told,
             num_purges_applied=sync.book.num_applied,
@@ -311,7 +295,7 @@ class PeerLoader:
         self._client = client
         self._clock = clock
         self._inflight: set[Job] = set()
-        self._backoffs: dict[str, Backoff] = {}  # of servers that failed last
+        self._backoffs: dict[str, Backoff] = {}  # of addresses that failed last
         self._closed = False
         self.num_recovered = 0  # pages that a second server had; the client's thread only
 
@@ -322,18 +306,14 @@ class PeerLoader:
             job.finish()
             return job
         self._inflight.add(job)
-        deadline = None if deadline_s is None else self._clock() + deadline_s
-        read = partial(self._fetch, namespace)
-        SplitLoad(
+        self._client.load(
             job,
-            self._clock,
-            deadline,
+            namespace,
             self._find,
-            read,
-            self._inflight.discard,
-            most_pages=MAX_REQUEST_PAGES,
-            most_bytes=self._client.request_bytes,
-        ).begin()
+            deadline_s=deadline_s,
+            learn=self._learn,
+            over=self._inflight.discard,
+        )
         return job
 
     @property
@@ -344,45 +324,24 @@ class PeerLoader:
         """Stop fetching. Loads under way end with the client."""
         self._closed = True
 
-    def _find(self, keys: Sequence[bytes], failed: frozenset[Peer]) -> list[Peer | None]:
+    def _find(self, keys: Sequence[bytes], failed: frozenset[str]) -> list[str | None]:
         """Find holders in the mirror, but never the same again, nor a third."""
         if self._closed or len(failed) > 1:
             return [None] * len(keys)
         return self._mirror().find(keys, failed)
 
-    def _fetch(self, namespace: bytes, part: LoadPart[Peer], left_s: float | None) -> None:
-        if left_s == 0.0:  # nobody is blamed for that
-            part.load.end(part, [Reason.MISS] * part.run.num_pages)
-            return
-        self._client.fetch(
-            part.holder.address,
-            namespace,
-            part.run.keys,
-            part.run.pages,
-            deadline_s=left_s,
-            done=partial(self._fetched, part),
-        )
-
-    # ---- The client's thread ----
-
-    def _fetched(self, part: LoadPart[Peer], fetch: PageFetch) -> None:
-        reasons = [_REASONS[outcome] for outcome in fetch.outcomes]
-        part.load.end(part, reasons, partial(self._learn, part, fetch))
-
-    def _learn(self, part: LoadPart[Peer], fetch: PageFetch) -> None:
-        server, seen = part.holder.server, set(fetch.outcomes)
+    def _learn(self, part: LoadPart[str], fetch: PageFetch) -> None:
+        address, seen = part.holder, set(fetch.outcomes)
         if part.failed:
             self.num_recovered += fetch.outcomes.count(PageOutcome.OK)
-        backoff = self._backoffs.get(server)
         if fetch.is_silent or seen & {PageOutcome.LOST, PageOutcome.DAMAGED}:
-            if backoff is None:
-                if len(self._backoffs) >= _MAX_FAILING:
-                    self._backoffs.clear()
-                backoff = Backoff(self._clock, _FIRST_AVOID_S, _MAX_AVOID_S)
-                self._backoffs[server] = backoff
+            if len(self._backoffs) >= _MAX_FAILING:
+                self._backoffs.clear()
+            fresh = Backoff(self._clock, _FIRST_AVOID_S, _MAX_AVOID_S)
+            backoff = self._backoffs.setdefault(address, fresh)
             backoff.fail()
-            self._mirror().avoid(server, backoff.wait_s)
-        elif PageOutcome.OK in seen and backoff is not None:
-            del self._backoffs[server]
+            self._mirror().avoid(address, backoff.wait_s)
+        elif PageOutcome.OK in seen:
+            self._backoffs.pop(address, None)
         if PageOutcome.BUSY in seen:
-            self._mirror().avoid(server, _BUSY_S)
+            self._mirror().avoid(address, _BUSY_S)

@@ -7,19 +7,17 @@ for what may take long: the store that erases what others told, and the disk.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sglang_tiered.sharing.addresses import resolve
 from sglang_tiered.sharing.erasures import ErasureBook
 from sglang_tiered.sharing.following import Follower
-from sglang_tiered.sharing.holdings import Holdings
 from sglang_tiered.sharing.mirror import Mirror
-from sglang_tiered.sharing.pages.messages import ID_BYTES
+from sglang_tiered.sharing.settings import resolve
+from sglang_tiered.sharing.telling import Followers, Holdings
 from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.jobs import call_each
@@ -30,12 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.sharing.addresses import Target
-    from sglang_tiered.sharing.holdings import Held
     from sglang_tiered.sharing.membership import Membership
     from sglang_tiered.sharing.pages.messages import ErasureNotice
     from sglang_tiered.sharing.pages.server import PageServer
-    from sglang_tiered.sharing.settings import PageSettings, PeerSettings
+    from sglang_tiered.sharing.settings import PageSettings, PeerSettings, Target
+    from sglang_tiered.sharing.telling import Held
     from sglang_tiered.storage.region.engine import RegionEngine
     from sglang_tiered.wire.keys import Keys
 
@@ -91,9 +88,12 @@ class PeerDiscovery:
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        self._look()
-        while not self._is_closed.wait(self._every_s):
+        left_s = 0.0
+        while not self._is_closed.wait(left_s):
+            begun = time.monotonic()
             self._look()
+            # What waiting for a slow name took is part of it: a record here expires.
+            left_s = max(0.0, self._every_s - (time.monotonic() - begun))
         if self._membership is not None:
             # One under way would name this server again, behind its leave.
             wait([each for name, each in self._asked.items() if name == _REDIS], _JOIN_S)
@@ -136,10 +136,9 @@ class PeerDiscovery:
 
 
 class PeerSync:
-    """What a ``PageServer`` tells its followers. ``erase`` hides what another server erased before
-    it returns, spreads nothing and may block; its future is true once that is durable. Call
-    ``start`` once there is a server, and ``close`` before it is stopped. Every method of any
-    thread."""
+    """``erase`` hides what another server erased before it returns, spreads nothing and may block;
+    its future is true once that is durable. Call ``start`` once there is a server that tells
+    ``followers`` of this, and ``close`` before it is stopped. Every method of any thread."""
 
     def __init__(
         self,
@@ -154,15 +153,11 @@ class PeerSync:
         self._settings = settings
         self._clock = clock
         self._erase = erase
-        self.server = secrets.token_bytes(ID_BYTES)
-        self.namespace = namespace
-        self._num_namespaces = 0
-        self.book = ErasureBook(namespace, notes=notes, clock=clock)
         self._held = held
-        self.mirror, self.holdings = self._make_mirror(), Holdings(held)
-        self._shown = self.book.noted_digest
+        self.book = ErasureBook(namespace, notes=notes, clock=clock)
+        self.followers = Followers(namespace, held, self.book, self.taught, clock)
+        self.mirror = self._make_mirror()
         self._log = OnceLog(logger)
-        self._tell: Callable[[], None] = lambda: None
         self._wakes = threading.Condition()
         self._told: dict[bytes, ErasureNotice] = {}  # to be applied
         self._is_awaited = self._is_closed = False
@@ -175,14 +170,14 @@ class PeerSync:
         pages: PageSettings,
         keys: Keys | None,
     ) -> None:
-        """Follow others from now on, on the thread of a page server that tells others of this."""
+        """Follow others from now on, on the thread of the page server."""
         settings = self._settings
-        self._tell = server.tell
+        self._server = server
         self.follower = Follower(
             self.mirror,
             self.book,
             namespace=self.namespace,
-            server=self.server,
+            server=self.followers.server,
             settings=pages,
             silence_s=settings.expiry_s,
             keys=keys,
@@ -200,10 +195,14 @@ class PeerSync:
         self._thread.start()
 
     @property
+    def namespace(self) -> bytes:
+        return self.followers.namespace
+
+    @property
     def trouble(self) -> str:
         """Why no other server is known, as one clause; empty while one is, or there is none. Takes
         no lock."""
-        if self.mirror.has_peers:
+        if self.mirror.num_peers:
             return ""
         return self.discovery.trouble or self.follower.trouble
 
@@ -211,27 +210,18 @@ class PeerSync:
         return Mirror(
             self._settings.max_pages,
             self._settings.max_peers,
-            salt=int.from_bytes(self.server[:8], "little"),
+            salt=int.from_bytes(self.followers.server[:8], "little"),
             digest=lambda: self.book.digest,
             clock=self._clock,
         )
 
-    # ---- What followers are told: the page server's thread ----
-
-    @property
-    def digest(self) -> bytes:
-        """That of the erasures that a restart does not undo, and whose pages followers are told to
-        be gone, or will be first."""
-        return self._shown
-
     def taught(self, erasures: Sequence[ErasureNotice]) -> None:
-        """Apply what another server told, soon."""
+        """Apply what another server told, soon. The page server's thread."""
         with self._wakes:
             for each in self.book.unknown(erasures):
                 if len(self._told) < _MAX_TOLD:
                     self._told[each.id] = each
-            self._is_awaited = True
-            self._wakes.notify()
+        self._wake()
 
     # ---- Erasing, and other namespaces ----
 
@@ -256,11 +246,10 @@ class PeerSync:
         with self._wakes:
             self.mirror = self._make_mirror()  # from now on nothing is found
             self.follower.set_namespace(namespace, self.mirror)
-            self.namespace = namespace
-            self._num_namespaces += 1
+            self.followers.namespace = namespace
             self._told.clear()
             self.book.change_namespace(namespace)
-            self.holdings = Holdings(self._held)
+            self.followers.holdings = Holdings(self._held)
         self._wake()
 
     def close(self) -> None:
@@ -294,29 +283,30 @@ class PeerSync:
                     break
                 told, self._told = list(self._told.values()), {}
                 self._is_awaited = False
-                moment = self._num_namespaces
+                mirror = self.mirror
             begun = time.thread_time()
             try:
-                self._apply(told, moment)
+                self._apply(told, mirror)
                 self.book.save()
                 digest = self.book.noted_digest  # before: what it names is hidden by now
-                is_new = self.holdings.look()
-                if is_new or digest != self._shown:
-                    self._shown = digest
-                    self._tell()
+                is_new = self.followers.holdings.look()
+                if is_new or digest != self.followers.digest:
+                    self.followers.digest = digest
+                    self._server.tell()
             except Exception:
                 self._log.fault("keeper", "internal error in what others are told; it goes on")
             else:
                 self._log.settle("keeper")
             pause_s = max(self._settings.publish_s, _IDLE_PART * (time.thread_time() - begun))
 
-    def _apply(self, told: list[ErasureNotice], moment: int) -> None:
-        """Apply erasures of others: one of a tenant is enough for all that were begun before."""
+    def _apply(self, told: list[ErasureNotice], mirror: Mirror) -> None:
+        """Apply erasures of others, told while this was the mirror: one of a tenant is enough for
+        all that were begun before."""
         applied: dict[bytes | None, Future[bool]] = {}
         for each in self.book.unknown(told):
             local = promise()
             with self._wakes:
-                if self._num_namespaces != moment:
+                if self.mirror is not mirror:  # another namespace
                     return
                 self.book.learn(each, local)  # from now on nothing is taken from who knows less
             try:

@@ -80,6 +80,17 @@ class Tier(enum.Enum):
     OBJECT = "object"  # the bucket
 
 
+REMOTE_TIERS = (Tier.PEER, Tier.OBJECT)
+"""Where pages that NVMe lacks may be, in the order in which they are asked by default."""
+
+
+class Span(NamedTuple):
+    """Consecutive pages of a prefix that come from one tier."""
+
+    tier: Tier
+    num_pages: int
+
+
 class Health(enum.Enum):
     """What a tier can do now. RUNNING -> MISS_ONLY -> FAILED, with automatic retry back."""
 

@@ -71,12 +71,8 @@ class JobBook:
 
     def open(self, kind: JobKind, run: Run) -> Job:
         job = Job(kind, run)
-        self.add(job)
-        return job
-
-    def add(self, job: Job) -> None:
-        """Count a job that another tier made for its caller too."""
         self._inflight[job] = time.monotonic()
+        return job
 
     def note_end(self, job: Job) -> None:
         """Count the outcomes of a job that is about to be finished."""

@@ -20,7 +20,6 @@ from sglang_tiered.route.pages import DEVICE, DISK
 from sglang_tiered.route.picker import Picked, Picker, Refused
 from sglang_tiered.route.prompt import Prompt
 from sglang_tiered.route.source import Source
-from sglang_tiered.sharing.mirror import Peer
 
 PAGE = 64
 
@@ -132,7 +131,7 @@ def test_stored_pages_count_as_nvme_and_of_peers(world: World) -> None:
     prompt = prompt_of()
     mirror = world.fleet.stored._mirror
     for member, num_pages in zip(servers, (1, 6), strict=False):
-        known = mirror.join(Peer(member.url, ""))
+        known = mirror.join(member.url, "")
         assert known is not None and mirror.add_pages(known, prompt.stored(PAGE)[:num_pages])
         member.replicas[0].known = known
     held = world.picker._held({m.replicas[0].place: m.replicas[0] for m in servers}, prompt)

@@ -25,7 +25,7 @@ from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.sharing.page_source import BufferPool, PageSource
-from sglang_tiered.sharing.pages.landing import PageOutcome
+from sglang_tiered.sharing.pages.link import PageOutcome
 from sglang_tiered.storage.base import Erasure, Reason, Run
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
@@ -143,7 +143,7 @@ def test_pages_are_given_again_after_an_outage(tmp_path: Path) -> None:
     region, run = open_region(tmp_path / "store", device=device), make_run(1, SIZES)
     pages = dict(zip(run.keys, map(bytes, stored(region, run)), strict=True))
     with page_server({}, namespace=NAMESPACE) as (server, _), page_client() as client:
-        server._reader = PageSource.of_region(region, max_free_bytes=1 << 20)
+        server._source = PageSource.of_region(region, max_free_bytes=1 << 20)
         device.faults = [Fault(at=0, operation="readv", times=1000, error=errno.EIO)]
         wanted = Wanted(client, server.port, pages, namespace=NAMESPACE)
         assert wanted.wait() == [PageOutcome.MISS] * len(pages)

@@ -6,8 +6,7 @@ import pytest
 from rich.pretty import pretty_repr
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.sharing.addresses import parse_index_url
-from sglang_tiered.sharing.settings import PeerSettings
+from sglang_tiered.sharing.settings import PeerSettings, parse_index_url
 
 PASSWORD = "corrrect-horse"
 

@@ -38,7 +38,7 @@ from sglang_tiered.policy.server_costs import (
     TierPrices,
     Waiting,
 )
-from sglang_tiered.sharing.addresses import Role, Serving
+from sglang_tiered.sharing.settings import Role, Serving
 from sglang_tiered.storage.base import Health, Tier
 
 if TYPE_CHECKING:

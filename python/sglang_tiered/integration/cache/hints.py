@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.storage.base import Erasure
-    from sglang_tiered.storage.stack.tiers import Span
+    from sglang_tiered.storage.base import Erasure, Span
 
 
 ATTEMPT = -1

@@ -22,14 +22,13 @@ from sglang_tiered.policy.cost_model import (
 )
 from sglang_tiered.policy.hints import short_piece
 from sglang_tiered.policy.queue_wait import QueueWait
-from sglang_tiered.storage.base import Tier
-from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
+from sglang_tiered.storage.base import REMOTE_TIERS, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sglang_tiered.policy.cost_model import CostModel
-    from sglang_tiered.storage.stack.tiers import Span
+    from sglang_tiered.storage.base import Span
 
 
 Request = TypeVar("Request")

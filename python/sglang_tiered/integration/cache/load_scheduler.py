@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.policy.prefetch import PutOff
     from sglang_tiered.request_log import Why
-    from sglang_tiered.storage.stack.tiers import Span
+    from sglang_tiered.storage.base import Span
 
 
 DECLINED, ABSENT = -1, -2

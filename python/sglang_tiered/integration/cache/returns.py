@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.loads import PrefetchArguments
     from sglang_tiered.integration.observe.stories import Stories
-    from sglang_tiered.storage.stack.tiers import Span
+    from sglang_tiered.storage.base import Span
 
 
 HANDLE_PREFIX = "both-ends/"

@@ -14,7 +14,7 @@ from sglang_tiered.integration.launch.ports import try_port
 from sglang_tiered.integration.storage.tiers import peer_settings
 from sglang_tiered.loopback import is_loopback, is_loopback_url
 from sglang_tiered.remote_config import PeerConfig
-from sglang_tiered.sharing.addresses import parse_targets
+from sglang_tiered.sharing.settings import parse_targets
 from sglang_tiered.wire.keys import PEER, load_keys
 
 if TYPE_CHECKING:

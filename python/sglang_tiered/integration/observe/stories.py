@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from sglang_tiered.policy.cost_model import CostModel
     from sglang_tiered.request_log import Cause, Decision, RequestLogConfig, Why
-    from sglang_tiered.storage.stack.tiers import Span
+    from sglang_tiered.storage.base import Span
 
 
 MAX_STORIES = 65_536

@@ -53,10 +53,9 @@ from sglang_tiered.integration.storage.tiers import (
 from sglang_tiered.integration.storage.transfers import ReadPlanner, TierTransfers
 from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
 from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
-from sglang_tiered.storage.base import Erasure, Run
+from sglang_tiered.storage.base import REMOTE_TIERS, Erasure, Run
 from sglang_tiered.storage.promises import all_true, keep, keep_as, promise
 from sglang_tiered.storage.stack import TierStack
-from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -267,7 +266,7 @@ class TieredStorage(TierQueries):
                 self._namespace, is_nameless=self._is_nameless, num_updates=self._num_updates
             )
         if self._lender is not None:
-            self._lender.claim = claim
+            self._lender.set_claim(claim)
         elif isinstance(self.region_engine, BorrowedEngine):
             self.region_engine.claim = claim
 

@@ -9,17 +9,16 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
 
 from sglang_tiered.integration.storage.host_pages import engine_keys
 from sglang_tiered.sharing.lending import BorrowedEngine
-from sglang_tiered.storage.base import Health, Stop, Tier
+from sglang_tiered.storage.base import REMOTE_TIERS, Health, Stop, Tier
 from sglang_tiered.storage.region.engine import RegionEngine
-from sglang_tiered.storage.stack.tiers import REMOTE_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
+    from sglang_tiered.storage.base import Span
     from sglang_tiered.storage.stack import TierStack
-    from sglang_tiered.storage.stack.tiers import Span
 
 
 _NO_POOL = "no pool has this name"

@@ -23,7 +23,7 @@ from sglang_tiered.storage.region.directory import remove_shards, shard_path
 from sglang_tiered.storage.region.engine import DEFAULT_QUEUED_STORE_BYTES, RegionEngine
 from sglang_tiered.storage.region.format import min_region_bytes
 from sglang_tiered.storage.stack import TierStack
-from sglang_tiered.storage.stack.tiers import StackSettings
+from sglang_tiered.storage.stack.demotion import StackSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -249,8 +249,7 @@ def peer_settings(
     """Return the settings of one rank, which is a peer of its own: it follows those ranks of other
     servers that may hold the same pages. Raises ``ConfigError`` for values that cannot work."""
     # Imported late: without other servers its libraries are not needed.
-    from sglang_tiered.sharing.addresses import parse_index_url, parse_targets
-    from sglang_tiered.sharing.settings import PeerSettings
+    from sglang_tiered.sharing.settings import PeerSettings, parse_index_url, parse_targets
 
     last = max(num_ranks, rank + 1)
     return PeerSettings(

@@ -9,13 +9,12 @@ import math
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from sglang_tiered.integration.storage.host_pages import engine_keys
 from sglang_tiered.storage.base import Reason, Run, Stop, Tier
-from sglang_tiered.storage.stack.tiers import ReadObserver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,10 +31,15 @@ PART_S = 0.02
 FIRST_PART_BYTES, MAX_PART_BYTES = 1 << 20, 64 << 20
 
 
-class ReadPlanner(ReadObserver, Protocol):
-    """Learns from every read, and says how long those of remote tiers may take. Any thread."""
+class ReadPlanner(Protocol):
+    """Learns from every read, and says how long those of remote tiers may take. Any thread, at
+    times under a tier's lock, so it only notes."""
 
     far_deadline_s: float
+
+    def begin_read(self, num_bytes: int, tier: Tier) -> Any: ...
+
+    def end_read(self, reading: Any, *, is_complete: bool) -> None: ...
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -58,7 +62,12 @@ class TierTransfers:
     def use_planner(self, planner: ReadPlanner) -> None:
         """Tell ``planner`` of every read from now on, and measure NVMe if it holds anything."""
         self._planner = planner
-        self._stack.observe(planner)
+
+        def begins(tier: Tier, num_bytes: int) -> Callable[[Job], None]:
+            reading = planner.begin_read(num_bytes, tier)
+            return lambda job: planner.end_read(reading, is_complete=all(job.ok))
+
+        self._stack.observe(begins)
         self.probe_tier([key.hex() for key in self._stack.nvme.some_keys(MAX_PROBE_PAGES)])
 
     def wait_for_store(self, job: Job) -> list[bool]:

@@ -12,22 +12,24 @@ import logging
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import zmq
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages import messages
-from sglang_tiered.sharing.pages.landing import PageFetch, PageOutcome
-from sglang_tiered.sharing.pages.link import PageLink
+from sglang_tiered.sharing.pages.link import PageFetch, PageLink, PageOutcome
+from sglang_tiered.sharing.pages.messages import MAX_PAGE_BYTES, MAX_REQUEST_PAGES
 from sglang_tiered.sharing.settings import PageSettings
+from sglang_tiered.storage.base import Reason
+from sglang_tiered.storage.jobs import LoadPart, SplitLoad
 from sglang_tiered.wire.loop import EndpointLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.sharing.pages.landing import Page
+    from sglang_tiered.storage.base import Job, Run
     from sglang_tiered.wire.keys import Keys
 
 
@@ -36,21 +38,20 @@ logger = logging.getLogger(__name__)
 _MIN_WAIT_S = 0.0005
 
 
-@dataclass(slots=True)
-class ClientStats:
-    """Counters since the start. Written by the client's thread only."""
-
-    num_requests: int = 0
-    num_bytes: int = 0  # of pages that were verified
-    outcomes: Counter[PageOutcome] = field(default_factory=Counter)  # pages
-    num_breaches: int = 0  # links ended for a breach of the protocol
-    num_unasked: int = 0  # answers without an open request
-    num_overdue: int = 0  # answers to requests that had ended
-    num_links_lost: int = 0
+_REASONS = {
+    PageOutcome.OK: Reason.OK,
+    PageOutcome.MISS: Reason.MISS,
+    PageOutcome.BUSY: Reason.MISS,
+    PageOutcome.DAMAGED: Reason.CORRUPT,
+    PageOutcome.LOST: Reason.IO_ERROR,
+    PageOutcome.LATE: Reason.IO_ERROR,
+    PageOutcome.CANCELLED: Reason.CANCELLED,
+}
 
 
 class PageClient:
-    """``fetch`` may be called from any thread and never blocks; ``clock`` times everything."""
+    """``load`` and ``fetch`` may be called from any thread and never block; ``clock`` times
+    everything. Counts are written by the client's thread only."""
 
     def __init__(
         self,
@@ -63,7 +64,13 @@ class PageClient:
         self._settings = settings or PageSettings()
         self._keys = keys
         self._clock = clock
-        self.stats = ClientStats()
+        self.num_requests = 0
+        self.num_bytes = 0  # of pages that were verified
+        self.outcomes: Counter[PageOutcome] = Counter()  # pages
+        self.num_breaches = 0  # links ended for a breach of the protocol
+        self.num_unasked = 0  # answers without an open request
+        self.num_overdue = 0  # answers to requests that had ended
+        self.num_links_lost = 0
         self._lock = threading.Lock()  # guards ``_closed`` and the calls queued before it
         self._closed = False
         self._context = context or zmq.Context()
@@ -74,33 +81,60 @@ class PageClient:
         self._loop = EndpointLoop("tier-page-client", self._step, self._tick)
         self._loop.start()
 
+    def load(
+        self,
+        job: Job,
+        namespace: bytes,
+        find: Callable[[Sequence[bytes], frozenset[str]], Sequence[str | None]],
+        *,
+        deadline_s: float | None,
+        learn: Callable[[LoadPart[str], PageFetch], None],
+        over: Callable[[Job], None],
+    ) -> None:
+        """Fill the pages of a job, at most ``deadline_s`` from now, each from the address that
+        ``find`` names. See ``SplitLoad``; ``learn`` is told how each part ended, on the client's
+        thread."""
+        deadline = None if deadline_s is None else self._clock() + deadline_s
+
+        def read(part: LoadPart[str], left_s: float | None) -> None:
+            if left_s == 0.0:  # nobody is blamed for that
+                part.load.end(part, [Reason.MISS] * part.run.num_pages)
+            else:
+                self.fetch(part.holder, namespace, part.run, deadline, partial(fetched, part))
+
+        def fetched(part: LoadPart[str], fetch: PageFetch) -> None:
+            reasons = [_REASONS[outcome] for outcome in fetch.outcomes]
+            part.load.end(part, reasons, partial(learn, part, fetch))
+
+        SplitLoad(
+            job,
+            self._clock,
+            deadline,
+            find,
+            read,
+            over,
+            most_pages=MAX_REQUEST_PAGES,
+            most_bytes=self._settings.request_bytes,
+        ).begin()
+
     def fetch(
         self,
         address: str,
         namespace: bytes,
-        keys: Sequence[bytes],
-        pages: Sequence[Page],
-        *,
-        deadline_s: float | None,
+        run: Run,
+        deadline: float | None,
         done: Callable[[PageFetch], None],
-    ) -> PageFetch:
-        """Fill ``pages`` with the pages that the server at ``address`` holds under ``keys``, each
-        key once, by one request: what no message can name is a miss. ``done`` is called at the end,
-        at most ``deadline_s`` from now; it must not block."""
-        deadline = None if deadline_s is None else self._clock() + deadline_s
-        fetch = PageFetch(address, namespace, keys, pages, deadline, done)
+    ) -> None:
+        """Fill a run with the pages that the server at ``address`` holds, by one request: what no
+        message can name is a miss. ``done`` is called at the end, at the latest at ``deadline`` of
+        the clock; it must not block."""
+        fetch = PageFetch(address, namespace, run, deadline, done)
         with self._lock:
             if not self._closed:
                 self._loop.call(self._start_fetch, fetch)
-                return fetch
-        fetch.outcomes = [PageOutcome.CANCELLED] * len(keys)
+                return
+        fetch.outcomes = [PageOutcome.CANCELLED] * run.num_pages
         fetch.end()
-        return fetch
-
-    @property
-    def request_bytes(self) -> int:
-        """About what one fetch should ask for."""
-        return self._settings.request_bytes
 
     @property
     def num_links(self) -> int:
@@ -132,7 +166,7 @@ class PageClient:
     def _start_fetch(self, fetch: PageFetch) -> None:
         self._fetches.add(fetch)
         try:
-            if not fetch.can_be_asked:
+            if fetch.num_bytes > MAX_PAGE_BYTES:
                 self._end(fetch, PageOutcome.MISS)
             elif (link := self._link_to(fetch.address)) is None:
                 self._end(fetch, PageOutcome.BUSY)
@@ -230,7 +264,7 @@ class PageClient:
             link.last_heard = now  # its silence counts from now on
         fetch.sent_at = now
         link.open_requests[number] = fetch
-        self.stats.num_requests += 1
+        self.num_requests += 1
         return fetch.num_bytes
 
     def _hear(
@@ -240,10 +274,10 @@ class PageClient:
             raise TransferError("a page server answered what it was not asked.")
         fetch = link.open_requests.pop(message.number, None)
         if fetch is None:
-            self.stats.num_unasked += 1
+            self.num_unasked += 1
             return
         if not fetch.is_open:
-            self.stats.num_overdue += 1
+            self.num_overdue += 1
             return
         if isinstance(message, messages.Busy):
             self._end(fetch, PageOutcome.BUSY)
@@ -276,8 +310,8 @@ class PageClient:
         self._fetches.discard(fetch)
         if outcome is not None:
             fetch.outcomes = [outcome] * len(fetch.keys)
-        self.stats.outcomes.update(fetch.outcomes)
-        self.stats.num_bytes += sum(
+        self.outcomes.update(fetch.outcomes)
+        self.num_bytes += sum(
             length
             for length, became in zip(fetch.lengths, fetch.outcomes, strict=True)
             if became is PageOutcome.OK
@@ -288,8 +322,8 @@ class PageClient:
             logger.exception("internal error in the callback of a fetch; the client goes on")
 
     def _lost(self, link: PageLink, reason: str, is_breach: bool) -> None:
-        self.stats.num_links_lost += 1
-        self.stats.num_breaches += is_breach
+        self.num_links_lost += 1
+        self.num_breaches += is_breach
         logger.log(
             logging.DEBUG if link.is_idle else logging.WARNING,
             "connection to the page server %s lost (%s); its pages are misses",

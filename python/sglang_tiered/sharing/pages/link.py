@@ -6,18 +6,24 @@
 
 A link is used once: after a loss another is made, so no late answer of an earlier process behind
 the address is taken for one of its successor. Of the thread of one loop.
+
+``PageFetch`` is what a client asks over it. Only the fetch determines where bytes go: a reply names
+its number, never a place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import ipaddress
 import re
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import zmq
 
+from sglang_tiered.checksummed import begin_checksum
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages.messages import (
     MAX_PAGE_BYTES,
@@ -36,11 +42,13 @@ from sglang_tiered.wire.sockets import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from sglang_tiered.sharing.pages.landing import PageFetch
-    from sglang_tiered.sharing.pages.messages import FromServer
+    from xxhash import xxh3_64
+
+    from sglang_tiered.sharing.pages.messages import Found, FromServer
     from sglang_tiered.sharing.settings import PageSettings
+    from sglang_tiered.storage.base import Page, Run
     from sglang_tiered.wire.keys import Keys
     from sglang_tiered.wire.loop import EndpointLoop
 
@@ -48,6 +56,99 @@ if TYPE_CHECKING:
 _MAX_MESSAGES = 4  # at a time, so that others wait only for their copies
 _ADDRESS = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]{2,45})\]|([0-9.]{7,15})):([0-9]{1,5})")
 _HEARTBEAT_MS = 1000
+_LARGE_COPY_BYTES = 64 << 10
+
+
+class PageOutcome(enum.Enum):
+    """The outcome of one page."""
+
+    OK = "ok"  # its bytes are there and verified; other pages have undefined content
+    MISS = "miss"  # the holder has no page of that key and length; untouched
+    DAMAGED = "damaged"  # the bytes that came did not verify
+    BUSY = "busy"  # the holder has too much to do; untouched
+    LOST = "lost"  # the holder is unreachable, did not answer, or broke the protocol
+    LATE = "late"  # the deadline came first
+    CANCELLED = "cancelled"
+
+
+class PageFetch:
+    """Pages asked of one holder, with one message, until ``deadline`` of the client's clock.
+    ``outcomes[i]`` is that of page ``i``, valid when ``done`` is called: once, on the client's
+    thread, after the last touch of the pages."""
+
+    def __init__(
+        self,
+        address: str,
+        namespace: bytes,
+        run: Run,
+        deadline: float | None,
+        done: Callable[[PageFetch], None],
+    ) -> None:
+        self.address = address
+        self.namespace = namespace
+        self.keys = run.keys
+        self.pages: Sequence[Page] = run.pages
+        self.lengths = [sum(segment.nbytes for segment in page) for page in run.pages]
+        self.num_bytes = sum(self.lengths)
+        self.deadline = deadline
+        self.sent_at: float | None = None
+        self.outcomes = [PageOutcome.LOST] * run.num_pages
+        self.is_open = True
+        self.is_silent = False  # nothing was heard of the holder since it was asked
+        self._done = done
+
+    def end(self) -> None:
+        """Drop the pages and call ``done``: nothing lands from here on."""
+        self.is_open = False
+        self.pages = ()
+        self._done(self)
+
+    def land(self, found: Found, payload: Sequence[memoryview]) -> None:
+        """Copy each page to its place and verify it there. Raises ``TransferError``, before a byte
+        is copied, for an answer that does not fit the request."""
+        if len(found.checksums) != len(self.keys):
+            raise TransferError(
+                f"a page server answered for {len(found.checksums)} pages, asked for "
+                f"{len(self.keys)}"
+            )
+        num_bytes = sum(
+            length
+            for length, checksum in zip(self.lengths, found.checksums, strict=True)
+            if checksum is not None
+        )
+        num_sent = sum(frame.nbytes for frame in payload)
+        if num_sent != num_bytes:
+            raise TransferError(
+                f"a page server sent {num_sent} bytes for pages that take {num_bytes}"
+            )
+        frames = deque(payload)
+        for position, checksum in enumerate(found.checksums):
+            if checksum is None:
+                self.outcomes[position] = PageOutcome.MISS
+                continue
+            state = begin_checksum(self.namespace, self.keys[position])
+            for segment in self.pages[position]:
+                _fill(segment, frames, state)
+            verified = state.intdigest() == checksum
+            self.outcomes[position] = PageOutcome.OK if verified else PageOutcome.DAMAGED
+
+
+def _fill(segment: memoryview, frames: deque[memoryview], state: xxh3_64) -> None:
+    """Fill a segment with the next bytes of frames, which the caller has counted. Each part is read
+    back for the checksum while the processor has it at hand."""
+    at = 0
+    while at < segment.nbytes:
+        frame = frames.popleft()
+        size = min(frame.nbytes, segment.nbytes - at)
+        target, part = segment[at : at + size], frame[:size]
+        if size < _LARGE_COPY_BYTES:
+            target[:] = part
+        else:  # numpy lets other threads run meanwhile
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(part, np.uint8))
+        state.update(target)
+        if size < frame.nbytes:
+            frames.appendleft(frame[size:])
+        at += size
 
 
 def check_address(address: str) -> None:

@@ -1,7 +1,7 @@
 """``PageServer``: sends pages to clients that ask for them by namespace and full key, and tells
 those that follow it what there is.
 
-One thread owns the socket. Pages are read by a ``PageReader``, which never blocks it, into memory
+One thread owns the socket. Pages are read by a ``PageSource``, which never blocks it, into memory
 that goes to the socket without a copy and is given back when the last byte has left. No message of
 a client makes the server hold more than its bounds.
 """
@@ -13,22 +13,22 @@ import logging
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.sharing.pages import messages
-from sglang_tiered.sharing.pages.followers import Followers
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME
 from sglang_tiered.sharing.settings import PageSettings
 from sglang_tiered.wire.loop import EndpointLoop
-from sglang_tiered.wire.sockets import encode, endpoint_of, received
+from sglang_tiered.wire.sockets import encode, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang_tiered.sharing.pages.followers import Told
+    from sglang_tiered.sharing.page_source import PageSource, SharedRead
+    from sglang_tiered.sharing.telling import Followers
     from sglang_tiered.wire.keys import Keys
 
 
@@ -53,10 +53,8 @@ class ServeRequest:
     """A client stops waiting for it at ``expires_at``, by the server's clock."""
 
     client: bytes
-    number: int
-    namespace: bytes
+    fetch: messages.Fetch
     keys: list[bytes]
-    lengths: list[int]
     num_bytes: int
     expires_at: float
 
@@ -136,99 +134,54 @@ def _fits(size: int, others: list[int], most: int) -> bool:
     return not others or sum(others) + size <= most
 
 
-class Place(NamedTuple):
-    """The place of one page in the memory that was read, and its checksum."""
-
-    offset: int
-    length: int
-    checksum: int
-
-
-class ReadPages(Protocol):
-    """Memory with pages in it. The server calls ``release`` once, after its last use."""
-
-    data: memoryview
-
-    @property
-    def places(self) -> Sequence[Place | None]:
-        """By request order; None: not held under that length."""
-
-    def release(self) -> None: ...
-
-
-class PageReader(Protocol):
-    """A source of pages. The server's thread calls it; ``done`` may be called on any thread,
-    once."""
-
-    @property
-    def is_pressed(self) -> bool:
-        """Whether reads queue up at the device: the server then reads one request at a time."""
-
-    def read(
-        self,
-        keys: Sequence[bytes],
-        lengths: Sequence[int],
-        done: Callable[[ReadPages | None], None],
-    ) -> None:
-        """Start to read pages; never blocks. Calls ``done(None)`` if no page is held."""
-
-
-@dataclass(slots=True)
-class ServerStats:
-    """Counters since the start. Written by the server's thread only."""
-
-    num_requests: int = 0
-    num_served: int = 0  # pages
-    bytes_served: int = 0
-    num_missed: int = 0  # pages asked for and not held
-    num_busy: int = 0  # requests
-    num_dropped: int = 0  # requests whose client was gone, or reads nothing
-    num_breaches: int = 0
-
-
 class PageServer:
     """Answers every request exactly once, as long as its client is connected and reads: a client
     relies on that.
 
-    Binds ``host`` and ``port`` (0: any free one), or ``endpoint``, on construction. Raises
-    ``TransferError`` when that fails. With ``keys`` everything is encrypted and only their holders
-    are admitted. ``told`` is what followers hear; without it there is nothing to follow."""
+    Binds ``endpoint`` (of port ``*``: any free one) on construction. Raises ``TransferError`` when
+    that fails. With ``keys`` everything is encrypted and only their holders are admitted. Without
+    ``followers`` there is nothing to follow. Counts are written by the server's thread only."""
 
     def __init__(
         self,
-        reader: PageReader,
+        source: PageSource,
         *,
         namespace: bytes,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        endpoint: str | None = None,
+        endpoint: str = "tcp://127.0.0.1:*",
         settings: PageSettings | None = None,
         keys: Keys | None = None,
-        told: Told | None = None,
+        followers: Followers | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings or PageSettings()
-        self._followers = None if told is None else Followers(told, self._send, clock)
-        self._reader = reader
+        self._followers = followers
+        if followers is not None:
+            followers.send = self._send
+        self._source = source
         self._namespace = namespace
         self._clock = clock
-        self.stats = ServerStats()
+        self.num_requests = 0
+        self.num_served = 0  # pages
+        self.bytes_served = 0
+        self.num_missed = 0  # pages asked for and not held
+        self.num_busy = 0  # requests
+        self.num_dropped = 0  # requests whose client was gone, or reads nothing
+        self.num_breaches = 0
         self._queue = ServeQueue(self._settings)
         self._reading: set[ServeRequest] = set()
-        self._sending: list[tuple[list[zmq.MessageTracker], ServeRequest, ReadPages]] = []
+        self._sending: list[tuple[list[zmq.MessageTracker], ServeRequest, SharedRead]] = []
         self._is_stopped = False
         self.context = context or zmq.Context()
         self._owns_context = context is None
         self._guard = keys.guard_server(self.context) if keys is not None else None
         self._frame_bytes = _FRAME_BYTES if keys is None else _SEALED_FRAME_BYTES
         try:
-            self._socket = self._bind(endpoint or endpoint_of(host, port or "*"), keys)
+            self._socket = self._bind(endpoint, keys)
         except (zmq.ZMQError, OverflowError) as error:
             self._destroy()
-            where = f"{host} port {port}" if endpoint is None else endpoint
             raise TransferError(
-                f"cannot listen for other servers on {where} ({error}); choose another."
+                f"cannot listen for other servers on {endpoint} ({error}); choose another."
             ) from error
         self.loop = EndpointLoop("tier-page-server", self._step, self._tick)
         self.loop.add_socket(self._socket, self._on_messages)
@@ -291,7 +244,7 @@ class PageServer:
             try:
                 self._serve(client, [frame.buffer for frame in frames])
             except TransferError as error:
-                self.stats.num_breaches += 1
+                self.num_breaches += 1
                 self._send(client, messages.Refuse(str(error)))
 
     def _serve(self, client: bytes, frames: list[memoryview]) -> None:
@@ -301,28 +254,21 @@ class PageServer:
                 raise TransferError("this server tells nobody what it holds.")
             self._followers.hear(client, message)
             return
-        self.stats.num_requests += 1
+        self.num_requests += 1
         keys = message.split_keys()
         if message.namespace != self._namespace:
             self._miss(client, message.number, len(keys))
             return
-        request = ServeRequest(
-            client,
-            message.number,
-            message.namespace,
-            keys,
-            message.lengths,
-            message.num_bytes,
-            self._clock() + message.patience_ms / 1000,
-        )
+        expires_at = self._clock() + message.patience_ms / 1000
+        request = ServeRequest(client, message, keys, message.num_bytes, expires_at)
         if not self._queue.add_request(request):
             self._busy(client, message.number)
 
     def _step(self) -> float | None:
         self._reap()
         for request in self._queue.expire(self._clock()):
-            self._send(request.client, messages.Busy(request.number))
-        while len(self._reading) < (1 if self._reader.is_pressed else self._settings.max_reads):
+            self._send(request.client, messages.Busy(request.fetch.number))
+        while len(self._reading) < (1 if self._source.is_pressed else self._settings.max_reads):
             wanted = self._queue.next_request()
             if wanted is None:
                 break
@@ -336,46 +282,46 @@ class PageServer:
     def _start_read(self, request: ServeRequest) -> None:
         self._reading.add(request)
         try:
-            self._reader.read(
+            self._source.read(
                 request.keys,
-                request.lengths,
+                request.fetch.lengths,
                 lambda pages: self.loop.call(self._answer, request, pages),
             )
         except Exception:
             logger.exception("internal error while reading pages for another server; a miss")
             self.loop.call(self._answer, request, None)
 
-    def _answer(self, request: ServeRequest, pages: ReadPages | None) -> None:
+    def _answer(self, request: ServeRequest, pages: SharedRead | None) -> None:
         if request not in self._reading:  # answered already
             return
         self._reading.discard(request)
         trackers = None
-        if pages is None or request.namespace != self._namespace:
-            self._miss(request.client, request.number, len(request.keys))
+        if pages is None or request.fetch.namespace != self._namespace:
+            self._miss(request.client, request.fetch.number, len(request.keys))
         else:
             found = [place for place in pages.places if place is not None]
             checksums = [place and place.checksum for place in pages.places]
-            answer = messages.Found(request.number, checksums)
+            answer = messages.Found(request.fetch.number, checksums)
             trackers = self._send(request.client, answer, _payload(pages, self._frame_bytes))
         if pages is None or trackers is None:
             self._release(request, pages)
             return
-        self.stats.num_served += len(found)
-        self.stats.num_missed += len(pages.places) - len(found)
-        self.stats.bytes_served += sum(place.length for place in found)
+        self.num_served += len(found)
+        self.num_missed += len(pages.places) - len(found)
+        self.bytes_served += sum(place.length for place in found)
         self._sending.append((trackers, request, pages))
 
-    def _release(self, request: ServeRequest, pages: ReadPages | None) -> None:
+    def _release(self, request: ServeRequest, pages: SharedRead | None) -> None:
         if pages is not None:
             pages.release()
         self._queue.release_memory(request)
 
     def _miss(self, client: bytes, number: int, num_pages: int) -> None:
-        self.stats.num_missed += num_pages
+        self.num_missed += num_pages
         self._send(client, messages.Found(number, [None] * num_pages))
 
     def _busy(self, client: bytes, number: int) -> None:
-        self.stats.num_busy += 1
+        self.num_busy += 1
         self._send(client, messages.Busy(number))
 
     def _send(
@@ -396,9 +342,9 @@ class PageServer:
                 if sent is not None:
                     trackers.append(sent)
         except zmq.ZMQError as error:  # of the first frame: what follows it is taken or dropped
-            self.stats.num_dropped += 1
+            self.num_dropped += 1
             if error.errno == zmq.EHOSTUNREACH:
-                self.stats.num_dropped += self._queue.drop_client(client)
+                self.num_dropped += self._queue.drop_client(client)
             return None
         return trackers
 
@@ -425,18 +371,17 @@ class PageServer:
                 self.context.destroy(linger=0)
 
 
-def _payload(pages: ReadPages, frame_bytes: int) -> list[memoryview]:
+def _payload(pages: SharedRead, frame_bytes: int) -> list[memoryview]:
     """The bytes of the pages that were found, in order, in frames of that size at most. Pages that
     are adjacent in memory share frames."""
-    frames: list[memoryview] = []
-    start = end = 0
-    for place in [*pages.places, Place(-1, 0, 0)]:
-        if place is None:
-            continue
-        if place.offset != end:
-            frames += [
-                pages.data[at : min(at + frame_bytes, end)] for at in range(start, end, frame_bytes)
-            ]
-            start = place.offset
-        end = place.offset + place.length
-    return frames
+    spans: list[tuple[int, int]] = []
+    for place in filter(None, pages.places):
+        start = place.offset
+        if spans and spans[-1][1] == start:
+            start, _ = spans.pop()
+        spans.append((start, place.offset + place.length))
+    return [
+        pages.data[at : min(at + frame_bytes, end)]
+        for start, end in spans
+        for at in range(start, end, frame_bytes)
+    ]

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import OrderedDict, deque
-from dataclasses import dataclass
+from bisect import insort
+from collections import OrderedDict
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,15 +22,15 @@ from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import padded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from sglang_tiered.storage.base import Job
     from sglang_tiered.storage.bucket import BucketEngine
     from sglang_tiered.storage.region.engine import RegionEngine
-    from sglang_tiered.storage.region.view import RegionView, StoredPage
-    from sglang_tiered.storage.stack.tiers import StackSettings
+    from sglang_tiered.storage.region.view import StoredPage
 
 
+MiB = 1 << 20
 STEP_PAGES = 1024
 CHAIN_PAGES = 64
 """Pages of one tenant that follow each other in the log are taken for a chain, cut at this."""
@@ -41,6 +42,24 @@ _FINAL = (Reason.NO_SPACE, Reason.OVER_SHARE)  # trying again would not help
 logger = logging.getLogger(__name__)
 
 RETRY_GROWTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StackSettings:
+    """Bounds of the background work.
+
+    ``staging_bytes`` lie between the tiers while they are demoted, in batches of ``batch_bytes``;
+    ``promotion_bytes`` while they are promoted. A key of the demotion queue takes about 100 bytes.
+    A failed batch is tried again after ``retry_s``, four times as long each time, ``max_tries``
+    times in all.
+    """
+
+    staging_bytes: int = 128 * MiB
+    batch_bytes: int = 8 * MiB
+    promotion_bytes: int = 64 * MiB
+    max_queued_keys: int = 262_144
+    max_tries: int = 5
+    retry_s: float = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -55,45 +74,45 @@ class StoredChain:
 
 
 class DemotionQueue:
-    """Waiting chains, each once, under its first key; at most ``max_keys`` keys. What does not fit
-    is refused, as a scan finds it later. Thread-safe by one lock, which is a leaf."""
+    """Waiting chains, each once, under its first key; at most ``max_queued_keys`` keys. What does
+    not fit is refused, as a walk finds it later. Thread-safe by one lock, which is a leaf."""
 
-    def __init__(
-        self, max_keys: int, *, max_tries: int, retry_s: float, clock: Callable[[], float]
-    ) -> None:
-        self._max_keys = max_keys
-        self._max_tries = max_tries
-        self._retry_s = retry_s
+    def __init__(self, settings: StackSettings, clock: Callable[[], float]) -> None:
+        self._settings = settings
         self._clock = clock
         self._lock = threading.Lock()
         self._returned: OrderedDict[bytes, StoredChain] = OrderedDict()
         self._fresh: OrderedDict[bytes, StoredChain] = OrderedDict()
-        self._failed: deque[StoredChain] = deque()
+        self._failed: list[StoredChain] = []  # by when they are due
         self.num_keys = 0
-        self.overflowed = False  # something was refused since a scan began
+        self.overflowed = False  # something was refused since a walk began
 
     @property
     def num_free(self) -> int:
-        return max(0, self._max_keys - self.num_keys)
+        return max(0, self._settings.max_queued_keys - self.num_keys)
 
     def add(self, keys: Sequence[bytes], tenant: bytes, *, returned: bool = False) -> bool:
         """Queue a chain; false when there is no room."""
-        chain = StoredChain(tuple(keys), tenant, returned)
+        first = keys[0]
         with self._lock:
-            known = self._find(chain.keys[0])
-            grown = len(chain.keys) - (0 if known is None else len(known.keys))
+            known = self._returned.get(first) or self._fresh.get(first)
+            grown = len(keys) - (0 if known is None else len(known.keys))
             if known is not None and grown <= 0:
                 return True
-            if self.num_keys + grown > self._max_keys:
-                self.overflowed = True
+            if not self._fits(grown):
                 return False
             if known is not None:
-                chain.returned = chain.returned or known.returned
-                self._drop(known)
-            queue = self._returned if chain.returned else self._fresh
-            queue[chain.keys[0]] = chain
-            self.num_keys += len(chain.keys)
+                returned = returned or known.returned
+                del (self._returned if known.returned else self._fresh)[first]
+            chain = StoredChain(tuple(keys), tenant, returned)
+            (self._returned if returned else self._fresh)[first] = chain
+            self.num_keys += grown
             return True
+
+    def _fits(self, num_keys: int) -> bool:
+        fits = self.num_keys + num_keys <= self._settings.max_queued_keys
+        self.overflowed = self.overflowed or not fits
+        return fits
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count a load of these pages: chains that begin with one of them are worth more."""
@@ -109,23 +128,19 @@ class DemotionQueue:
     def take(self) -> StoredChain | None:
         """Return the next chain, which is the caller's from now on."""
         with self._lock:
-            chain = None
             if self._failed and self._failed[0].due <= self._clock():
-                chain = self._failed.popleft()
-            elif self._returned:
-                chain = self._returned.popitem(last=False)[1]
-            elif self._fresh:
-                chain = self._fresh.popitem(last=False)[1]
-            if chain is not None:
-                self.num_keys -= len(chain.keys)
+                chain = self._failed.pop(0)
+            elif waiting := self._returned or self._fresh:
+                chain = waiting.popitem(last=False)[1]
+            else:
+                return None
+            self.num_keys -= len(chain.keys)
             return chain
 
     def interrupted(self, keys: Sequence[bytes], chain: StoredChain) -> None:
         """Have the rest of a chain that was taken be the next again, in the room that it had."""
         with self._lock:
-            self._failed.appendleft(
-                StoredChain(tuple(keys), chain.tenant, chain.returned, chain.num_tries)
-            )
+            self._failed.insert(0, replace(chain, keys=tuple(keys), due=0.0))
             self.num_keys += len(keys)
 
     def failed(self, keys: Sequence[bytes], chain: StoredChain, *, is_try: bool = True) -> bool:
@@ -133,19 +148,12 @@ class DemotionQueue:
         be tried. False when that was the last time, or where there is no room."""
         with self._lock:
             num_tries = chain.num_tries + is_try
-            full = self.num_keys + len(keys) > self._max_keys
-            if num_tries >= self._max_tries:
+            if num_tries >= self._settings.max_tries or not self._fits(len(keys)):
                 return False
-            if full:
-                self.overflowed = True
-                return False
-            pause_s = self._retry_s * RETRY_GROWTH**chain.num_tries
-            due = self._clock() + pause_s
-            again = StoredChain(tuple(keys), chain.tenant, chain.returned, num_tries, due)
-            self._failed.append(again)
+            due = self._clock() + self._settings.retry_s * RETRY_GROWTH**chain.num_tries
+            again = replace(chain, keys=tuple(keys), num_tries=num_tries, due=due)
+            insort(self._failed, again, key=lambda each: each.due)  # few: one a failed batch
             self.num_keys += len(keys)
-            # Few: one per batch that failed.
-            self._failed = deque(sorted(self._failed, key=lambda each: each.due))
             return True
 
     def clear(self) -> None:
@@ -154,14 +162,6 @@ class DemotionQueue:
             self._fresh.clear()
             self._failed.clear()
             self.num_keys = 0
-
-    def _find(self, key: bytes) -> StoredChain | None:
-        return self._returned.get(key) or self._fresh.get(key)
-
-    def _drop(self, chain: StoredChain) -> None:
-        queue = self._returned if chain.keys[0] in self._returned else self._fresh
-        del queue[chain.keys[0]]
-        self.num_keys -= len(chain.keys)
 
 
 class _DemotionBatch(NamedTuple):
@@ -197,13 +197,9 @@ class Demoter:
         self._gate = gate
         self._generation = generation
         self._is_idle = is_idle
-        self.queue = DemotionQueue(
-            settings.max_queued_keys,
-            max_tries=settings.max_tries,
-            retry_s=settings.retry_s,
-            clock=clock,
-        )
-        self._scan = NvmeScan(nvme.view, bucket, self.queue)
+        self.queue = DemotionQueue(settings, clock)
+        # What earlier processes stored was perhaps never copied.
+        self._walk: Iterator[bool] | None = self._walked()
         self._wake = threading.Condition()
         self._staged_bytes = 0  # guarded by ``_wake``, like all counts
         self._num_in_flight = 0
@@ -267,9 +263,9 @@ class Demoter:
             try:
                 moved = self._step()
             except Exception:
-                # The tier serves without copies: log it and go on slowly.
+                # The tier serves without copies: log it, and have a walk find what is lost.
                 logger.exception("internal error while copying to the bucket; it is tried again")
-                moved = False
+                self._walk, self.queue.overflowed, moved = None, True, False
             with self._wake:
                 if not moved and not self._closed:
                     self._wake.wait(LOOK_S)
@@ -286,18 +282,37 @@ class Demoter:
             return False
         chain = self.queue.take()
         if chain is not None:
-            try:
-                self._demote(chain)
-            except Exception:  # loses no chain; what was begun of it the bucket knows
-                self._again(chain.keys, chain)
-                raise
+            self._demote(chain)
             return True
         if self._suspended:
             return False
-        if self.queue.overflowed and not self._scan.is_due:  # a walk under way may be past it
+        if self._walk is None and self.queue.overflowed:  # one under way may be past it
             self.queue.overflowed = False
-            self._scan.is_due = True
-        return self._scan.is_due and self._scan.step()
+            self._walk = self._walked()
+        has_moved = None if self._walk is None else next(self._walk, None)
+        if has_moved is None:
+            self._walk = None
+        return bool(has_moved)
+
+    def _walked(self) -> Iterator[bool]:
+        """Walk what NVMe holds, oldest first, and queue what the bucket lacks: after a start, and
+        whenever the queue was too full to take what was stored. Yields whether it went on."""
+        sequence = -1
+        while (region := self._nvme.view.pages_behind(sequence)) is not None:
+            sequence, pages = region
+            while pages:
+                num_pages = min(STEP_PAGES, self.queue.num_free)
+                step, pages = pages[:num_pages], pages[num_pages:]
+                self._queue_lacking(step)
+                yield num_pages > 0
+
+    def _queue_lacking(self, pages: Sequence[StoredPage]) -> None:
+        held = self._bucket.contains([page.key for page in pages])
+        lacking = [page for page, is_held in zip(pages, held, strict=True) if not is_held]
+        for (tenant, used), group in groupby(lacking, lambda page: (page.tenant, page.is_used)):
+            keys = [page.key for page in group]
+            for start in range(0, len(keys), CHAIN_PAGES):
+                self.queue.add(keys[start : start + CHAIN_PAGES], tenant, returned=used)
 
     def _serves(self) -> bool:
         return self._bucket.health is Health.RUNNING
@@ -449,36 +464,3 @@ def _read_of(load: Job, batch: _DemotionBatch) -> Run | None:
     keys = tuple(batch.pages[i].key for i in good)
     pages = tuple((load.run.pages[i][0][: batch.pages[i].length],) for i in good)
     return Run(keys, pages, batch.pages[0].tenant)
-
-
-class NvmeScan:
-    """Walks what NVMe holds, oldest first, and queues it for demotion. It does so after a start,
-    since what earlier processes stored was perhaps never copied, and whenever the queue was too
-    full to take what was stored. Used on one thread."""
-
-    def __init__(self, view: RegionView, bucket: BucketEngine, queue: DemotionQueue) -> None:
-        self._view = view
-        self._bucket = bucket
-        self._queue = queue
-        self._sequence = -1
-        self._pages: deque[StoredPage] = deque()
-        self.is_due = True
-
-    def step(self) -> bool:
-        """Queue some more pages that the bucket lacks; false when the walk is over."""
-        if not self._pages:
-            region = self._view.pages_behind(self._sequence)
-            if region is None:
-                self.is_due, self._sequence = False, -1
-                return False
-            self._sequence = region[0]
-            self._pages.extend(region[1])
-        num_pages = min(STEP_PAGES, len(self._pages), self._queue.num_free)
-        pages = [self._pages.popleft() for _ in range(num_pages)]
-        held = self._bucket.contains([page.key for page in pages])
-        lacking = [page for page, is_held in zip(pages, held, strict=True) if not is_held]
-        for (tenant, used), group in groupby(lacking, lambda page: (page.tenant, page.is_used)):
-            keys = [page.key for page in group]
-            for start in range(0, len(keys), CHAIN_PAGES):
-                self._queue.add(keys[start : start + CHAIN_PAGES], tenant, returned=used)
-        return num_pages > 0 or not self._pages

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from sglang_tiered.storage.base import Page, TierEngine
-    from sglang_tiered.storage.stack.tiers import ReadObserver
+
+    Begins = Callable[[Tier, int], Callable[[Job], None]]
+    """As ``Meter.begins``."""
 
 
 logger = logging.getLogger(__name__)
@@ -122,7 +124,7 @@ class Loader:
         self._ended = ended
         self._generation = generation
         self._clock = clock
-        self.observer: ReadObserver | None = None
+        self.observer: Begins | None = None
         self.num_recovered: Counter[Tier] = Counter()  # pages that another tier had failed
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
@@ -169,9 +171,8 @@ class Loader:
         parts of the load may be under way, whose end the caller waits for."""
         ends: list[Callable[[Job], None]] = []
         try:
-            if (observer := self.observer) is not None:
-                reading = observer.begin_read(run.num_bytes, tier)
-                ends.append(lambda job: observer.end_read(reading, is_complete=all(job.ok)))
+            if self.observer is not None:
+                ends.append(self.observer(tier, run.num_bytes))
             if run.meter is not None:
                 ends.append(run.meter.begins(tier, run.num_bytes))
             job = self._tiers[tier].submit_load(run, deadline_s=deadline_s)

@@ -12,12 +12,12 @@ books, is a leaf, and may be taken under an engine's own lock.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -28,30 +28,24 @@ from sglang_tiered.storage.base import (
     JobKind,
     LookupResult,
     Reason,
+    Span,
     Stop,
     Tier,
     TierEngine,
     TierStats,
 )
-from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import all_true, ended, is_true
 from sglang_tiered.storage.region.engine import RegionEngine
-from sglang_tiered.storage.stack.demotion import Demoter
+from sglang_tiered.storage.stack.demotion import Demoter, StackSettings
 from sglang_tiered.storage.stack.loading import Loader, Promoter
-from sglang_tiered.storage.stack.tiers import (
-    RemoteStats,
-    Span,
-    StackSettings,
-    StackStats,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from sglang_tiered.storage.base import Run, TenantUsage
+    from sglang_tiered.storage.base import Run
     from sglang_tiered.storage.bucket import BucketEngine
-    from sglang_tiered.storage.stack.tiers import ReadObserver
+    from sglang_tiered.storage.stack.loading import Begins
 
 
 logger = logging.getLogger(__name__)
@@ -59,6 +53,26 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.02
 _LAST_LOOK_S = 1.0
 _TOLD_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStats:
+    """Pages that came from one remote tier since the engine was opened."""
+
+    num_promoted: int  # copied to NVMe after a load found them there
+    num_promotions_dropped: int  # NVMe was busy or refused, or memory for copies was short
+    num_recovered: int  # that a tier asked before could not serve
+
+
+@dataclass(frozen=True, slots=True)
+class StackStats(RemoteStats):
+    """Pages that moved between NVMe and the bucket, and what waits now."""
+
+    num_demoted: int  # copied to the bucket, durable
+    bytes_demoted: int
+    num_demotions_dropped: int  # refused for a final reason, failed too often, or queue full
+    num_demotions_gone: int  # NVMe evicted them before their turn
+    demote_backlog: int  # pages that wait to be copied or are on their way
 
 
 class TierStack(TierEngine):
@@ -88,9 +102,7 @@ class TierStack(TierEngine):
         self._lock = threading.Lock()
         self._generation = 0
         self._closed = False
-        self._jobs = JobBook()  # of callers; of NVMe alone it has its own
         self._num_loads = 0  # of callers, under way
-        self._bytes = dict.fromkeys(JobKind, 0)
         self._promoter = Promoter(nvme, self._gate, settings.promotion_bytes, may_promote)
         self._loader = Loader(
             {Tier.NVME: nvme, **self.remote},
@@ -124,8 +136,8 @@ class TierStack(TierEngine):
         """Changes with every erasure, once all tiers hide what it names."""
         return self._generation
 
-    def observe(self, observer: ReadObserver | None) -> None:
-        """Report every read of a tier to an observer from now on."""
+    def observe(self, observer: Begins) -> None:
+        """Tell an observer of every read of a tier from now on, as a ``Meter`` is told."""
         self._loader.observer = observer
 
     # ---- Lookups ----
@@ -141,12 +153,9 @@ class TierStack(TierEngine):
         if not self.remote:
             return self.nvme.lookup(keys)
         num_hits = sum(span.num_pages for span in self.lookup_spans(keys))
-        if num_hits == len(keys) and not self._closed:
-            return LookupResult(num_hits, Stop.END)
-        stops = [tier.lookup(keys[num_hits : num_hits + 1]).stop for tier in self._all]
-        if self._closed or set(stops) == {Stop.UNHEALTHY}:
+        if num_hits < len(keys) and self.health is not Health.RUNNING:
             return LookupResult(num_hits, Stop.UNHEALTHY)
-        return LookupResult(num_hits, Stop.PENDING if Stop.PENDING in stops else Stop.MISS)
+        return LookupResult(num_hits, Stop.END if num_hits == len(keys) else Stop.MISS)
 
     def lookup_spans(self, keys: Sequence[bytes]) -> list[Span]:
         """Return the leading pages that a load could serve now, by the tier that they would come
@@ -179,13 +188,15 @@ class TierStack(TierEngine):
     # ---- Jobs ----
 
     def submit_store(self, run: Run) -> Job:
-        if not self.remote:
-            return self.nvme.submit_store(run)
         job = self.nvme.submit_store(run)
-        with self._lock:
-            self._jobs.add(job)
-        job.call_at_end(self._ended)
+        if self._demoter is not None:
+            job.call_at_end(self._stored)
         return job
+
+    def _stored(self, job: Job) -> None:
+        assert self._demoter is not None
+        pages = zip(job.run.keys, job.reasons, strict=True)
+        self._demoter.stored([k for k, r in pages if r is Reason.OK], job.run.tenant)
 
     def submit_load(
         self, run: Run, *, deadline_s: float | None = None, tenant: bytes | None = None
@@ -194,8 +205,8 @@ class TierStack(TierEngine):
         came from there are stored in NVMe too if ``tenant`` says whose they are."""
         if not self.remote:
             return self._loader.read(Tier.NVME, run)
+        job = Job(JobKind.LOAD, run)
         with self._lock:
-            job = self._jobs.open(JobKind.LOAD, run)
             self._num_loads += 1
             closed = self._closed
         if closed:
@@ -207,21 +218,12 @@ class TierStack(TierEngine):
             self._loader.begin(job, deadline_s=deadline_s, tenant=tenant)
         return job
 
-    def _ended(self, job: Job) -> None:
-        """Note a finished job. May run under an engine's lock; must not block."""
+    def _ended(self, _: Job) -> None:
+        """Note a finished load. May run under an engine's lock; must not block."""
         with self._lock:
-            self._jobs.note_end(job)
-            for page, reason in zip(job.run.pages, job.reasons, strict=True):
-                if reason is Reason.OK:
-                    self._bytes[job.kind] += sum(segment.nbytes for segment in page)
-            if job.kind is JobKind.LOAD:
-                self._num_loads -= 1
-        if self._demoter is None:
-            return
-        if job.kind is JobKind.STORE:
-            pages = zip(job.run.keys, job.reasons, strict=True)
-            self._demoter.stored([k for k, r in pages if r is Reason.OK], job.run.tenant)
-        elif not self._num_loads:
+            self._num_loads -= 1
+            is_idle = not self._num_loads
+        if is_idle and self._demoter is not None:
             self._demoter.wake()
 
     # ---- Making pages durable below ----
@@ -287,24 +289,12 @@ class TierStack(TierEngine):
     # ---- Books ----
 
     def stats(self) -> TierStats:
-        """Return counters of the callers' jobs, and NVMe's space. Each tier's own: ``nvme.stats()``
-        and so on; what moved between them: ``remote_stats()`` and ``stack_stats()``."""
-        stats = self.nvme.stats()
-        if not self.remote:
-            return stats
-        health = self.health
-        with self._lock:
-            return dataclasses.replace(
-                stats,
-                health=health,
-                health_reason="" if health is Health.RUNNING else stats.health_reason or "closed",
-                num_inflight_jobs=self._jobs.num_inflight,
-                num_pages_loaded=self._jobs.outcomes[JobKind.LOAD, Reason.OK],
-                bytes_loaded=self._bytes[JobKind.LOAD],
-                num_pages_stored=self._jobs.outcomes[JobKind.STORE, Reason.OK],
-                bytes_stored=self._bytes[JobKind.STORE],
-                reasons=dict(self._jobs.outcomes),
-            )
+        """Return NVMe's, and count loads of the whole as under way. What moved between tiers:
+        ``remote_stats()`` and ``stack_stats()``."""
+        stats, health = self.nvme.stats(), self.health
+        reason = "" if health is Health.RUNNING else stats.health_reason or "closed"
+        num_jobs = stats.num_inflight_jobs + self._num_loads
+        return replace(stats, health=health, health_reason=reason, num_inflight_jobs=num_jobs)
 
     def remote_stats(self, tier: Tier) -> RemoteStats:
         return RemoteStats(
@@ -318,16 +308,13 @@ class TierStack(TierEngine):
         demoter = self._demoter
         assert demoter is not None, "there is no object store"
         return StackStats(
-            **dataclasses.asdict(self.remote_stats(Tier.OBJECT)),
+            **asdict(self.remote_stats(Tier.OBJECT)),
             num_demoted=demoter.num_demoted,
             bytes_demoted=demoter.bytes_demoted,
             num_demotions_dropped=demoter.num_dropped,
             num_demotions_gone=demoter.num_gone,
             demote_backlog=demoter.backlog,
         )
-
-    def tenants(self, limit: int) -> list[TenantUsage]:
-        return self.nvme.tenants(limit)
 
     def close(self) -> None:
         with self._lock:
@@ -349,10 +336,7 @@ class TierStack(TierEngine):
     def check_integrity(self) -> None:
         for tier in self._all:
             tier.check_integrity()
-        with self._lock:
-            assert self._num_loads >= 0, f"{self._num_loads} loads under way"
-            loads = sum(job.kind is JobKind.LOAD for job in self._jobs.inflight)
-            assert loads == self._num_loads, f"{loads} loads, counted {self._num_loads}"
+        assert not self._num_loads, f"{self._num_loads} loads under way"
         staged, in_flight = (0, 0) if self._demoter is None else self._demoter.in_flight_totals()
         assert staged >= 0 and in_flight >= 0, f"{staged} bytes of {in_flight} pages on their way"
 

@@ -24,8 +24,7 @@ from sglang_tiered.integration.cache.load_scheduler import DECLINED, told_end
 from sglang_tiered.integration.ranks import SILENT
 from sglang_tiered.policy.hints import LIFE_S, HintEnd
 from sglang_tiered.policy.prefetch import PrefetchWindow
-from sglang_tiered.storage.base import Erasure, Tier
-from sglang_tiered.storage.stack.tiers import Span
+from sglang_tiered.storage.base import Erasure, Span, Tier
 
 LONG, SHORT = prompt(1, 60), prompt(2, 4)
 DONE = {"done": True, "num_tokens": len(LONG), "num_in_memory": len(LONG), "num_loading": 0}

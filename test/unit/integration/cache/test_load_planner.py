@@ -20,8 +20,7 @@ from sglang_tiered.policy.cost_model import (
     PrefillCost,
     TransferCost,
 )
-from sglang_tiered.storage.base import Tier
-from sglang_tiered.storage.stack.tiers import Span
+from sglang_tiered.storage.base import Span, Tier
 
 TOKEN_S = 1e-4
 BYTES_PER_TOKEN = 1000

@@ -16,8 +16,7 @@ from sglang_tiered.policy.cost_model import (
     PrefillCost,
     TransferCost,
 )
-from sglang_tiered.storage.base import Tier
-from sglang_tiered.storage.stack.tiers import Span
+from sglang_tiered.storage.base import Span, Tier
 
 PAGE, BYTES = 64, 1000
 prices = st.tuples(st.floats(1e-6, 1.0), st.floats(1e-12, 1e-6))

@@ -16,7 +16,7 @@ from sglang_tiered.integration.observe.stats import MetricsExporter
 from sglang_tiered.metrics import BOUNDS_S, METRICS, Durations, MetricKind
 from sglang_tiered.storage.base import Tier, TierStats
 from sglang_tiered.storage.encoding import EncodingStats
-from sglang_tiered.storage.stack.tiers import RemoteStats, StackStats
+from sglang_tiered.storage.stack.tier_stack import RemoteStats, StackStats
 
 RANK = {"model_name": "m", "engine_type": "unified", "tp_rank": "1", "pp_rank": "0"}
 

@@ -23,9 +23,8 @@ from sglang_tiered.integration.identity import namespace, namespace_search
 from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.remote_config import PeerConfig
-from sglang_tiered.storage.base import Erasure, Tier
+from sglang_tiered.storage.base import Erasure, Span, Tier
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.stack.tiers import Span
 
 pytestmark = pytest.mark.timeout(120)
 

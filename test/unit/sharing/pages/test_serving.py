@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import pytest
 
+from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.server import ServeQueue, ServeRequest
 from sglang_tiered.sharing.settings import PageSettings
 
@@ -17,7 +18,8 @@ MAX_WAITING = 64
 def request(
     client: bytes, number: int, num_bytes: int = 100, expires_at: float = 9.0, num_pages: int = 0
 ) -> ServeRequest:
-    return ServeRequest(client, number, b"", [b"k"] * num_pages, [], num_bytes, expires_at)
+    fetch = messages.Fetch(number, bytes(32), b"", [], 1)
+    return ServeRequest(client, fetch, [b"k"] * num_pages, num_bytes, expires_at)
 
 
 def test_clients_take_turns() -> None:
@@ -27,7 +29,7 @@ def test_clients_take_turns() -> None:
     assert queue.add_request(request(b"b", 0))
     taken = []
     while (found := queue.next_request()) is not None:
-        taken.append((found.client, found.number))
+        taken.append((found.client, found.fetch.number))
         queue.release_memory(found)
     assert taken == [(b"a", 0), (b"b", 0), (b"a", 1), (b"a", 2)]
     assert not queue._waiting + queue._held
@@ -87,7 +89,9 @@ def test_a_queue_takes_and_gives_what_fits(seed: int) -> None:
         waiting = defaultdict(
             list, {n: [one for one in some if one not in expired] for n, some in waiting.items()}
         )
-        assert {each.number for each in queue.expire(number)} == {each.number for each in expired}
+        assert {each.fetch.number for each in queue.expire(number)} == {
+            each.fetch.number for each in expired
+        }
         assert queue.num_waiting == sum(map(len, waiting.values()))
         assert queue.held_bytes == sum(each.num_bytes for each in held)
     for one in held:

@@ -9,9 +9,9 @@ from shared_tier import SharedTier
 
 from kit.tiers import open_region
 from kit.waiting import TIMEOUT_S, drained, eventually
-from sglang_tiered.storage.base import Job, Reason, Run, Tier
+from sglang_tiered.storage.base import REMOTE_TIERS, Job, Reason, Run, Tier
 from sglang_tiered.storage.stack import TierStack
-from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, StackSettings
+from sglang_tiered.storage.stack.demotion import StackSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,14 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.storage.stack.demotion import DemotionQueue
+from sglang_tiered.storage.stack.demotion import DemotionQueue, StackSettings
 
 TENANT = b"t" * 16
 
 
 def make_queue(max_keys: int = 100, now: list[float] | None = None) -> DemotionQueue:
     now = [0.0] if now is None else now
-    return DemotionQueue(max_keys, max_tries=3, retry_s=5.0, clock=lambda: now[0])
+    settings = StackSettings(max_queued_keys=max_keys, max_tries=3, retry_s=5.0)
+    return DemotionQueue(settings, lambda: now[0])
 
 
 def keys(first: int, number: int) -> tuple[bytes, ...]:

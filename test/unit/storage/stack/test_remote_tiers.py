@@ -3,7 +3,6 @@ tried next, and what a purge leaves of them."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,19 @@ import pytest
 from kit.runs import blank, make_run, of, page_data, select
 from kit.tiers import load, store
 from kit.waiting import TIMEOUT_S, eventually, finished
-from sglang_tiered.storage.base import Erasure, Job, LookupResult, Reason, Run, Stop, Tier
+from sglang_tiered.storage.base import (
+    REMOTE_TIERS,
+    Erasure,
+    Job,
+    LookupResult,
+    Reason,
+    Run,
+    Span,
+    Stop,
+    Tier,
+)
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.stack import TierStack
-from sglang_tiered.storage.stack.tiers import REMOTE_TIERS, Span
 
 TENANT = b"a" * 16
 RUN = of(TENANT, make_run(1, [8192] * 4))
@@ -123,8 +131,7 @@ def test_whatever_raises_its_load_ends(
     engine = tiers.open(peers=not is_lone, bucket=not is_lone)
     store(engine, RUN)
     if place == "observer":
-        observer = SimpleNamespace(begin_read=raising, end_read=None)
-        monkeypatch.setattr(engine._loader, "observer", observer)
+        engine.observe(raising)
     else:
         monkeypatch.setattr(engine.nvme if place == "nvme" else tiers.peers, name, raising)
     assert load(engine, RUN) == [reason] * 4

@@ -1,4 +1,5 @@
-"""What other servers erased: applied once, by pieces."""
+"""A stack over a bucket that others use too: what they erased is applied once, by pieces, and what
+they deleted is copied again."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from kit.runs import NAMESPACE
-from kit.tiers import open_region
+from kit.request_hooks import listed
+from kit.runs import NAMESPACE, make_run, of
+from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S, eventually
 from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.storage.base import PIECE_KEYS, Erasure
@@ -62,4 +64,22 @@ def test_memory_hears_what_the_bucket_knew_before(tmp_path: Path) -> None:
         on_told=lambda what: heard.append(what.tenant) or ended(True),  # type: ignore[func-returns-value]
     )
     eventually(lambda: heard == [TENANT], "memory did not hear of it")
+    stack.close()
+
+
+def test_what_was_collected_is_not_durable(tmp_path: Path) -> None:
+    """By a server of a smaller cap, or by hand: nobody lists what is gone for ten minutes."""
+    settings = ObjectConfig(url=(tmp_path / "shared").as_uri(), staging_bytes=1 << 22)
+    bucket = BucketEngine(settings, namespace=NAMESPACE)
+    stack, run = TierStack(open_region(tmp_path / "own"), [bucket]), make_run(1, [8192] * 4)
+    store(stack, of(TENANT, run))
+    assert stack.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+    for _ in range(2):
+        paths = listed(bucket, bucket._state.layout.pages)
+        assert len(paths) == 4, "what NVMe holds goes up again"
+        bucket._requests.delete(paths)
+        assert stack.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+    bucket._requests.delete(listed(bucket, bucket._state.layout.pages))
+    assert is_true(stack.nvme.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
+    assert stack.flush_to_bucket(run.keys, TIMEOUT_S) == [False] * 4
     stack.close()
