@@ -23,8 +23,7 @@ from sglang_tiered.flags import format_bytes
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.file_digests import FileDigests
 from sglang_tiered.integration.identity.model import UNRESOLVED
-from sglang_tiered.storage.region.files import NAMESPACE_NAME, PAGE_SIZES_NAME
-from sglang_tiered.storage.region.format import NAMESPACE_BYTES
+from sglang_tiered.storage.region.format import NAMESPACE_BYTES, NAMESPACE_NAME, PAGE_SIZES_NAME
 from sglang_tiered.storage.region.notes import add_page_size, read_note
 
 if TYPE_CHECKING:

@@ -29,8 +29,7 @@ from sglang_tiered.storage.filesystem import (
     replace_file,
     sync_names,
 )
-from sglang_tiered.storage.region.files import PROBE_NAME, TEMPORARY_SUFFIX
-from sglang_tiered.storage.region.format import BLOCK_BYTES
+from sglang_tiered.storage.region.format import BLOCK_BYTES, PROBE_NAME, TEMPORARY_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -70,15 +69,6 @@ def copy_page(page: Page, into: memoryview) -> None:
         # By numpy, which lets go of the interpreter for it; an assignment would not.
         np.copyto(np.asarray(into[at : at + segment.nbytes]), segment)
         at += segment.nbytes
-
-
-def write_fully(device: FileDevice, fd: int, segments: Sequence[memoryview], offset: int) -> int:
-    """Write all segments or raise ``OSError``; returns the bytes written."""
-    nbytes = sum(segment.nbytes for segment in segments)
-    written = device.writev(fd, segments, offset)
-    if written != nbytes:
-        raise OSError(errno.EIO, f"short write, {written} of {nbytes} bytes")
-    return nbytes
 
 
 class FileReader:

@@ -37,7 +37,9 @@ from sglang_tiered.storage.filesystem import (
     replace_file,
     sync_names,
 )
-from sglang_tiered.storage.region.files import (
+from sglang_tiered.storage.region.format import (
+    BLOCK_BYTES,
+    FORMAT_VERSION,
     IGNORED_NAMES,
     LOCK_NAME,
     MANIFEST_NAME,
@@ -46,10 +48,6 @@ from sglang_tiered.storage.region.files import (
     is_shard_name,
     is_tier_file,
     is_tier_temporary,
-)
-from sglang_tiered.storage.region.format import (
-    BLOCK_BYTES,
-    FORMAT_VERSION,
     newer_format,
     other_version,
     parse_region_name,

@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.filesystem import read_small_file
-from sglang_tiered.storage.region.files import NOTE_NAMES, PAGE_SIZES_NAME
+from sglang_tiered.storage.region.format import NOTE_NAMES, PAGE_SIZES_NAME
 from sglang_tiered.storage.region.walk import persist
 
 if TYPE_CHECKING:

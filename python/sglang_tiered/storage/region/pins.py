@@ -16,8 +16,14 @@ from sglang_tiered.storage.base import (
     PinRefusal,
     unique_keys,
 )
-from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, is_pin_name, pin_name
-from sglang_tiered.storage.region.format import CHECKSUM_BYTES, verifies, with_checksum
+from sglang_tiered.storage.region.format import (
+    CHECKSUM_BYTES,
+    TEMPORARY_SUFFIX,
+    is_pin_name,
+    pin_name,
+    verifies,
+    with_checksum,
+)
 from sglang_tiered.storage.region.walk import NOT_A_FILE_ERRNOS, UNREADABLE_ERRNOS, persist
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ Nothing here locks: the owner's lock guards every call.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -173,35 +172,6 @@ class RegionTable:
             assert self.physical_bytes == taken, f"physical {self.physical_bytes}, regions {taken}"
             pinned = [region.name for region in self if region.pins or region.num_writing]
             assert not pinned, f"pinned while idle: {pinned}"
-
-
-class Capacity:
-    """The bounds of a store. The store's lock guards it."""
-
-    def __init__(
-        self, nbytes: int, region_bytes: int, pin_share: float, max_tenant_bytes: int | None
-    ) -> None:
-        self.nbytes = self.target_bytes = nbytes
-        self.region_bytes = region_bytes
-        self._pin_share = pin_share
-        self._tenant_share = None if max_tenant_bytes is None else max_tenant_bytes / nbytes
-
-    @property
-    def pin_bound_bytes(self) -> int:
-        regions = self.nbytes // self.region_bytes - 2
-        return max(int(self._pin_share * regions * self.region_bytes), 0)
-
-    @property
-    def max_tenant_bytes(self) -> int | None:
-        """Return a tenant's share of the capacity of now."""
-        return None if self._tenant_share is None else round(self._tenant_share * self.nbytes)
-
-    def least_for(self, pinned_bytes: int) -> int:
-        """Return the capacity whose bound on pins is no lower than that."""
-        if not pinned_bytes or not self._pin_share:
-            return self.region_bytes
-        regions = math.ceil(pinned_bytes / self._pin_share / self.region_bytes)
-        return (regions + 2) * self.region_bytes
 
 
 class TenantTable:

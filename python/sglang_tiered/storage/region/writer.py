@@ -24,7 +24,7 @@ import numpy as np
 from sglang_tiered.codecs.encoded import spread
 from sglang_tiered.storage.base import NO_TENANT, Reason
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
-from sglang_tiered.storage.region.device import aligned_buffer, write_fully
+from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.erase_log import Bound
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -43,21 +43,18 @@ from sglang_tiered.storage.region.format import (
     page_table,
     region_name,
 )
-from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, Part, page_bytes
 from sglang_tiered.storage.region.reclaim import MAX_SAVED_BYTES
-from sglang_tiered.storage.region.regions import Capacity, Region
+from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.encoding import PageEncoding
-    from sglang_tiered.storage.region.device import FileDevice
-    from sglang_tiered.storage.region.part import Common
+    from sglang_tiered.storage.region.disk import Disk
     from sglang_tiered.storage.region.pending import StoreTicket
     from sglang_tiered.storage.region.reclaim import Reclaimer
-    from sglang_tiered.storage.region.sync_worker import Barrier
 
     Stored = list[tuple[Page, int]]
 
@@ -96,34 +93,25 @@ def _in_blocks(encoded: list[Page], pages: list[Page]) -> Stored:
     return found
 
 
-def write_footer(device: FileDevice, region: Region, contents: Contents) -> int:
-    """Write footer and trailer; returns the bytes written. Raises ``OSError`` when the device
-    refuses; the region is readable all the same, and recovery walks it instead."""
+def write_footer(disk: Disk, region: Region, contents: Contents) -> None:
+    """Write footer and trailer. Raises ``OSError`` when the device refuses; the region is readable
+    all the same, and recovery walks it instead."""
     footer = pack_footer(contents, region.nonce)
     offset = region.nbytes - BLOCK_BYTES - len(footer)
     assert region.tail <= offset, f"{region.name}: footer at {offset} over tail {region.tail}"
     trailer = pack_trailer(Trailer(region.nonce, len(contents.extents), offset, len(footer)))
-    return write_fully(device, region.fd, [memoryview(footer + trailer)], offset)
+    disk.write(region.fd, [memoryview(footer + trailer)], offset)
 
 
-class RegionWriter(StorePart):
+class RegionWriter:
     """Owns the open region. Call its methods without the lock held, unless one says otherwise."""
 
     def __init__(
-        self,
-        common: Common,
-        reclaimer: Reclaimer,
-        barrier: Barrier,
-        region_bytes: int,
-        next_sequence: int,
-        capacity: Capacity,
+        self, disk: Disk, reclaimer: Reclaimer, region_bytes: int, next_sequence: int
     ) -> None:
-        super().__init__(common)
-        self._reclaimer = reclaimer
-        self._barrier = barrier
+        self._disk, self._state, self._reclaimer = disk, disk.state, reclaimer
         self._region_bytes = region_bytes
         self._next_sequence = next_sequence
-        self._capacity = capacity
         self._region: Region | None = None
         self._num_pages = 0  # in the open region
         self._num_failures = 0  # writes in a row at the open region's tail
@@ -150,9 +138,10 @@ class RegionWriter(StorePart):
         while leaving is not None:
             if not self._relocate(leaving, self._region) or not self._reclaimer.evict(leaving):
                 break
-            if self._reclaimer.has_room(self._region_bytes):
-                break
-            leaving = self._reclaimer.next_leaving()
+            with self._state.lock:
+                if self._reclaimer.has_room(self._region_bytes):
+                    break
+                leaving = self._reclaimer.next_leaving()
 
     @property
     def _is_full(self) -> bool:
@@ -205,8 +194,8 @@ class RegionWriter(StorePart):
         failure = failure or next((write.error for write in writes if write.error), None)
         try:
             if writes and failure is None:
-                self._barrier.sync(region)
-                self._barrier.sync_names([region])
+                self._disk.sync(region)
+                self._disk.sync_names([region])
         except OSError as error:
             failure = error
         if failure is not None:
@@ -265,12 +254,10 @@ class RegionWriter(StorePart):
         """Return the payload bytes that a store's tenant may still place. Pinned pages that reclaim
         saved were there before, and stay where the share has become smaller since. The caller holds
         the lock."""
-        tenant = ticket.tenant
-        is_kept = ticket.reinserted and len(self._state.pins)
-        most = self._capacity.max_tenant_bytes
-        if most is None or tenant == NO_TENANT or is_kept:
+        tenant, is_kept = ticket.tenant, ticket.reinserted and len(self._state.pins)
+        if tenant == NO_TENANT or is_kept:
             return math.inf
-        return most - self._state.regions.tenant_bytes.get(tenant, 0)
+        return self._state.max_tenant_bytes - self._state.regions.tenant_bytes[tenant]
 
     def _fits(self, region: Region, count: int, payload: int) -> bool:
         if count > 1 and payload > MAX_EXTENT_BYTES:
@@ -396,19 +383,16 @@ class RegionWriter(StorePart):
             return
         with self._state.lock:
             extents, region.extents = region.extents, []
-        written = 0
         try:
             if not region.suspect:
-                with self._health.watch():
-                    written = write_footer(self._device, region, Contents.of(extents))
+                write_footer(self._disk, region, Contents.of(extents))
         except OSError as error:
             logger.warning(
                 "%s could not be sealed (%s); the next start walks it",
-                self._directory / region.name,
+                self._disk.directory / region.name,
                 error,
             )
         with self._state.lock:
-            self._state.bytes_written += written
             self._state.note_dirty(region)
 
     def abandon(self) -> None:
@@ -428,8 +412,8 @@ class RegionWriter(StorePart):
         self.roll()
 
     def _is_intact(self, region: Region) -> bool:
-        with self._health.watch():
-            return self._device.is_intact(region.fd, region.nbytes)
+        with self._disk.watch():
+            return self._disk.device.is_intact(region.fd, region.nbytes)
 
     def _create(self) -> Region:
         if not self._reclaimer.reserve(self._region_bytes):
@@ -454,8 +438,8 @@ class RegionWriter(StorePart):
         header = RegionHeader(self._region_bytes, sequence, nonce, time.time_ns())
         name = region_name(sequence)
         try:
-            with self._health.watch():
-                fd = self._device.create(name, self._region_bytes)
+            with self._disk.watch():
+                fd = self._disk.device.create(name, self._region_bytes)
         except OSError:
             with self._state.lock:
                 self._state.regions.reserve(-self._region_bytes)
@@ -464,7 +448,7 @@ class RegionWriter(StorePart):
         with self._state.lock:
             self._state.regions.add(region)
         try:
-            self.write(fd, [memoryview(pack_region_header(header))], 0)
+            self._disk.write(fd, [memoryview(pack_region_header(header))], 0)
         except OSError:
             region.sealed = True  # and useless: where it cannot go now, it goes before all others
             self._reclaimer.remove(region)

@@ -27,7 +27,7 @@ from sglang_tiered.storage.bucket.names import (
 )
 from sglang_tiered.storage.bucket.pins import unpack_pin
 from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
-from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
+from sglang_tiered.storage.region.format import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.notes import read_note, read_page_sizes
 from sglang_tiered.tools.store.report import (
     MAX_LISTED,

@@ -19,8 +19,12 @@ import numpy as np
 from sglang_tiered.errors import ConfigError, StoreError
 from sglang_tiered.storage.region import erase_log, pins
 from sglang_tiered.storage.region.device import FileReader
-from sglang_tiered.storage.region.files import ERASED_NAME
-from sglang_tiered.storage.region.format import Contents, parse_region_name, region_name
+from sglang_tiered.storage.region.format import (
+    ERASED_NAME,
+    Contents,
+    parse_region_name,
+    region_name,
+)
 from sglang_tiered.storage.region.walk import Problem, RegionScan
 from sglang_tiered.tools.store.target import find_holder
 

@@ -13,8 +13,7 @@ from rich.progress import Progress, TransferSpeedColumn
 
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import format_bytes
-from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
-from sglang_tiered.storage.region.format import FORMAT_VERSION
+from sglang_tiered.storage.region.format import FORMAT_VERSION, PAGE_SIZES_NAME
 from sglang_tiered.storage.region.notes import read_note, read_page_sizes
 from sglang_tiered.tools.store.report import (
     age,

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang_tiered.errors import StoreError, StoreFormatError
 from sglang_tiered.storage.filesystem import regular
 from sglang_tiered.storage.region.directory import DirectoryState, inspect, manifest_version
-from sglang_tiered.storage.region.files import (
+from sglang_tiered.storage.region.format import (
     ERASED_NAME,
     LOCK_NAME,
     MANIFEST_NAME,
     SHARD_PREFIX,
     is_shard_file,
+    parse_region_name,
 )
-from sglang_tiered.storage.region.format import parse_region_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,14 +20,14 @@ from sglang_tiered.storage.region.directory import (
     remove_shards,
     shard_path,
 )
-from sglang_tiered.storage.region.files import (
+from sglang_tiered.storage.region.format import (
     ERASED_NAME,
     LEFTOVER_NAMES,
     LOCK_NAME,
     MANIFEST_NAME,
     NOTE_NAMES,
+    region_name,
 )
-from sglang_tiered.storage.region.format import region_name
 
 
 @pytest.fixture

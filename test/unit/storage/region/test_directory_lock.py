@@ -11,7 +11,7 @@ import pytest
 from sglang_tiered.errors import StoreError, StoreLockedError
 from sglang_tiered.storage.region import directory
 from sglang_tiered.storage.region.directory import DirectoryLock
-from sglang_tiered.storage.region.files import LOCK_NAME
+from sglang_tiered.storage.region.format import LOCK_NAME
 
 
 def test_second_holder_is_told_who_has_it(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from kit.stores import REGION, SIZES, keep, keep_again, open_engine
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.directory import STORE_VERSION, prepare, shard_path
-from sglang_tiered.storage.region.files import ERASED_NAME, LOCK_NAME
+from sglang_tiered.storage.region.format import ERASED_NAME, LOCK_NAME
 from sglang_tiered.storage.region.notes import PageSize, add_page_size
 from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader
 from sglang_tiered.tools.store.target import find_holder

@@ -17,9 +17,10 @@ from kit.runs import make_run
 from kit.stores import REGION, SIZES, flip, open_engine, store
 from sglang_tiered.storage.base import Erasure, PinRefusal
 from sglang_tiered.storage.region.device import FileReader
-from sglang_tiered.storage.region.files import ERASED_NAME, PIN_PREFIX
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
+    ERASED_NAME,
+    PIN_PREFIX,
     Contents,
     RegionHeader,
     Trailer,
