@@ -43,13 +43,14 @@ from sglang_tiered.storage.region.erase_log import EraseLog
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     MIN_REGION_BYTES,
-    check_namespace,
+    NAMESPACE_BYTES,
+    NOTE_NAMES,
     max_page_bytes,
     parse_region_name,
     region_name,
 )
 from sglang_tiered.storage.region.index import key_words
-from sglang_tiered.storage.region.notes import Notes
+from sglang_tiered.storage.region.notes import read_note
 from sglang_tiered.storage.region.pending import (
     LoadTicket,
     Note,
@@ -90,9 +91,9 @@ to write those again takes no more than it frees."""
 class RegionEngine(TierEngine):
     """Pages in the region files of one directory, which it locks for as long as it is open.
 
-    Opening recovers what earlier processes stored. Raises ``ValueError`` for sizes that cannot
-    work, ``StoreLockedError`` when another process has the directory, ``StoreFormatError`` when a
-    newer version wrote it, ``StoreError`` when the directory cannot be used.
+    Opening recovers what earlier processes stored. Raises ``StoreLockedError`` when another process
+    has the directory, ``StoreFormatError`` when a newer version wrote it, ``StoreError`` when the
+    directory cannot be used.
 
     ``namespace`` digests everything that gives the bytes their meaning; pages stored under another
     one are never served. ``capacity_bytes`` bounds the files, headers and padding included, and
@@ -128,18 +129,11 @@ class RegionEngine(TierEngine):
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        check_namespace(namespace)
-        if region_bytes % BLOCK_BYTES or region_bytes < MIN_REGION_BYTES:
-            raise ValueError(
-                f"region_bytes is {region_bytes}, must be a multiple of {BLOCK_BYTES} "
-                f"and at least {MIN_REGION_BYTES}"
-            )
-        if capacity_bytes < region_bytes:
-            raise ValueError(f"capacity_bytes {capacity_bytes} < region_bytes {region_bytes}")
-        if num_threads < 2:
-            raise ValueError(f"num_threads is {num_threads}: one for loads, and one for stores")
-        if not 0 <= pin_share <= MAX_PIN_SHARE:
-            raise ValueError(f"pin_share is {pin_share}, must be 0 to {MAX_PIN_SHARE}")
+        assert len(namespace) == NAMESPACE_BYTES, f"a namespace of {len(namespace)} bytes"
+        assert MIN_REGION_BYTES <= region_bytes <= capacity_bytes, f"regions of {region_bytes}"
+        assert region_bytes % BLOCK_BYTES == 0, f"regions of {region_bytes} are not whole blocks"
+        assert num_threads >= 2, "one for loads, and one for stores"
+        assert 0 <= pin_share <= MAX_PIN_SHARE, f"a share of {pin_share} for pins"
         self.directory = directory
         self._max_page_bytes = max_page_bytes(region_bytes)
         self._max_queued_store_bytes = max_queued_store_bytes
@@ -155,7 +149,6 @@ class RegionEngine(TierEngine):
         self.erased_notes = tuple(recovery.erased.notes.values())
         """What was noted of erasures before the store was opened, the oldest first."""
         self.view = RegionView(state)
-        self.notes = Notes(self._device)
         self._reader = reader = RegionReader(disk)
         self._reclaimer = reclaimer = Reclaimer(disk, reader, region_bytes, io_timeout_s)
         self.capacity = capacity = CapacityControl(
@@ -397,7 +390,7 @@ class RegionEngine(TierEngine):
         """Change the namespace as the contract says. The bytes of the old namespace stay on disk
         until reclaimed, which takes them first unless ``keep`` says that some later process may
         open it again."""
-        check_namespace(namespace)
+        assert len(namespace) == NAMESPACE_BYTES, f"a namespace of {len(namespace)} bytes"
         state = self._state
         with state.lock:
             state.hide_all(keep=keep)
@@ -530,6 +523,15 @@ class RegionEngine(TierEngine):
         durable = self._promises.make()
         self._state.order(Order(tuple(names), durable))
         return [durable]
+
+    def read_note(self, name: str) -> bytes:
+        """Return what the owner noted last under that name, or nothing. Waits for the disk."""
+        return read_note(lambda: self._device.read_file(name))
+
+    def write_note(self, name: str, data: bytes) -> None:
+        """Replace a note whole, flushed. Waits for the disk. Raises ``OSError``."""
+        assert name in NOTE_NAMES, f"{name} is no name by which files of a shard are recognized"
+        self._device.replace_file(name, data)
 
     def close(self) -> None:
         """Close as the contract says. I/O that hangs is waited for ``io_timeout_s``, then left to

@@ -264,25 +264,21 @@ def pack_record(erased: Erased) -> bytes:
     counts = len(tenants), len(ids), len(rows)
     fields = _RECORD.pack(RECORD_MAGIC, nbytes, *erased.everyone, *counts)
     tables = tenants.tobytes(), ids.tobytes(), rows.tobytes()
-    return with_checksum(b"".join((fields, *tables)), nbytes) + _pack_notes(erased)
+    record = with_checksum(b"".join((fields, *tables)), nbytes)
+    if not erased.notes:
+        return record
+    table = np.zeros(len(erased.notes), _NOTE)
+    for row, note in zip(table, erased.notes.values(), strict=True):
+        row["id"], row["until"], row["nbytes"] = np.void(note.id), note.until_s, len(note.data)
+    data = (note.data for note in erased.notes.values())
+    nbytes = _notes_bytes(len(table), erased.notes_bytes)
+    fields = _NOTES.pack(NOTES_MAGIC, nbytes, len(table))
+    return record + with_checksum(b"".join((fields, table.tobytes(), *data)), nbytes)
 
 
 def _notes_bytes(num_notes: int, data_bytes: int) -> int:
     nbytes = _NOTES.size + num_notes * _NOTE.itemsize + data_bytes + _CHECKSUM.size
     return padded(nbytes) if num_notes else 0
-
-
-def _pack_notes(erased: Erased) -> bytes:
-    """Return the record of the notes; nothing where there are none."""
-    nbytes = _notes_bytes(len(erased.notes), erased.notes_bytes)
-    if not nbytes:
-        return b""
-    table = np.zeros(len(erased.notes), _NOTE)
-    for row, note in zip(table, erased.notes.values(), strict=True):
-        row["id"], row["until"], row["nbytes"] = np.void(note.id), note.until_s, len(note.data)
-    data = (note.data for note in erased.notes.values())
-    fields = _NOTES.pack(NOTES_MAGIC, nbytes, len(table))
-    return with_checksum(b"".join((fields, table.tobytes(), *data)), nbytes)
 
 
 def _unpack_notes(data: memoryview) -> tuple[Erased, int] | None:

@@ -298,12 +298,6 @@ MIN_REGION_BYTES = 8 * BLOCK_BYTES
 MAX_REGION_BYTES = 1 << 40
 
 
-def check_namespace(namespace: bytes) -> None:
-    """Raise ``ValueError`` for a digest of the wrong length, which is a caller's bug."""
-    if len(namespace) != NAMESPACE_BYTES:
-        raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")
-
-
 def with_checksum(fields: bytes, nbytes: int) -> bytes:
     """Zero-pad to ``nbytes`` with the checksum of all before it in the last eight bytes."""
     body = fields.ljust(nbytes - CHECKSUM_BYTES, b"\0")

@@ -87,6 +87,10 @@ class Part(NamedTuple):
     start: int  # index into the ticket's positions
     num_pages: int
 
+    @property
+    def places(self) -> range:
+        return range(self.start, self.start + self.num_pages)
+
 
 @dataclass(eq=False, slots=True)
 class ExtentWrite:

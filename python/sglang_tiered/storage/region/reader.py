@@ -76,16 +76,14 @@ class RegionReader:
                 self._disk.directory,
             )
         self._disk.unpin(region)
-        is_damaged = Reason.CORRUPT in reasons
         with state.lock:
             state.hide_failed(wanted, reasons)
             state.num_pages_from_memory += len(wanted) if is_copied else 0
-            is_told = is_damaged and not region.corruption_reported
-            region.corruption_reported |= is_damaged
             unread = Reason.OK if is_copied else Reason.IO_ERROR
             state.finish_span(ticket, wanted, reasons or [unread] * len(wanted))
-        if is_told:
-            logger.warning(
+        if Reason.CORRUPT in reasons:
+            self._disk.log.report(
+                region.name,
                 "%s holds damaged pages; they are forgotten and computed again",
                 self._disk.directory / region.name,
             )

@@ -73,26 +73,6 @@ def choose_victim(
     return victim
 
 
-def choose_own_victim(
-    regions: Iterable[Region], tenant: bytes, pinned: Callable[[Region], int] = lambda region: 0
-) -> Region | None:
-    """Return the first sealed region, the oldest being given first, that holds as much of a tenant
-    as of others. They must not pay for its share: their pages are saved, so no more is written
-    again than the tenant gets. Where it has less, others write more than it does, and reclaim comes
-    round without it. What is ``pinned`` of its own is saved as well, and so counts with the
-    others'."""
-
-    def is_own(region: Region, pinned_bytes: int = 0) -> bool:
-        own = region.tenant_bytes.get(tenant, 0) - pinned_bytes
-        others = sum(region.tenant_bytes.values()) - own
-        return 0 < own >= others <= MAX_SAVED_BYTES and not region.num_foreign
-
-    free = (region for region in regions if _may_go(region) and region.pins == region.syncing)
-    # What is pinned is asked for last, as it takes a look into the index for each region.
-    own = (region for region in free if is_own(region) and is_own(region, pinned(region)))
-    return next(own, None)
-
-
 def _may_go(region: Region) -> bool:
     return region.sealed and region.num_writing == 0
 
@@ -239,15 +219,27 @@ class Reclaimer:
             return write()
 
     def own_victim(self, tenant: bytes) -> Region | None:
-        """Return a region that can make room within a tenant's share at its own cost; None when
-        it has no region that could go."""
+        """Return the oldest region that can make room within a tenant's share, which holds as much
+        of it as of others; None without one. Others must not pay for that share: their pages are
+        saved, so no more is written again than the tenant gets. Where it has less, others write
+        more than it does, and reclaim comes round without it. Its own pinned pages are saved as
+        well, and so count with the others'."""
+        index = self._state.index
+
+        def is_own(region: Region, pinned_bytes: int = 0) -> bool:
+            own = region.tenant_bytes.get(tenant, 0) - pinned_bytes
+            others = sum(region.tenant_bytes.values()) - own
+            return 0 < own >= others <= MAX_SAVED_BYTES and not region.num_foreign
+
         with self._state.lock:
-            index = self._state.index
-            return choose_own_victim(
-                filter(self._may_try, self._state.regions),
-                tenant,
-                lambda region: index.pinned_bytes_of(region.slot, tenant),
-            )
+            for region in filter(self._may_try, self._state.regions):
+                is_free = _may_go(region) and region.pins == region.syncing
+                # What is pinned is asked for last, as it takes a look into the index.
+                if not is_free or not is_own(region):
+                    continue
+                if is_own(region, index.pinned_bytes_of(region.slot, tenant)):
+                    return region
+        return None
 
     def evict(self, victim: Region, besides: bytes | None = None) -> bool | None:
         """Remove a region, and put what is hot or pinned in it, or not of the tenant ``besides``,

@@ -217,7 +217,8 @@ class Recovery:
             return
         except OSError as error:
             if error.errno in NOT_A_FILE_ERRNOS:
-                self._discard(sequence)
+                self._useless.append(sequence)
+                self.report.num_damaged += 1
             elif error.errno in UNREADABLE_ERRNOS:
                 self._unread[sequence] = error
             else:
@@ -233,7 +234,9 @@ class Recovery:
             if version is not None and version > FORMAT_VERSION:
                 raise newer_format(name, version, FORMAT_VERSION)
             if header is None:
-                self._discard(sequence, outdated=version is not None)
+                self._useless.append(sequence)
+                self.report.num_outdated += version is not None
+                self.report.num_damaged += version is None
                 return
             region = Region(sequence, fd, header.nbytes, header.nonce, sealed=True)
             self._found.append(region)
@@ -241,13 +244,6 @@ class Recovery:
             if region is None:
                 with contextlib.suppress(OSError):
                     device.close(fd)
-
-    def _discard(self, sequence: int, *, outdated: bool = False) -> None:
-        self._useless.append(sequence)
-        if outdated:
-            self.report.num_outdated += 1
-        else:
-            self.report.num_damaged += 1
 
     def _set_unread_aside(self) -> None:
         """Take no room twice: a file that is left where it is counts."""

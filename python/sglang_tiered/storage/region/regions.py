@@ -41,7 +41,6 @@ class Region:
     pins: int = 0
     syncing: bool = False  # one of the pins is the syncer's
     retired: bool = False
-    corruption_reported: bool = False
     num_foreign: int = 0  # pages that no lookup finds now, but another namespace may later
     tenant_bytes: dict[bytes, int] = field(default_factory=dict)  # payload placed, with padding
     unread: set[bytes] = field(default_factory=set)  # pinned pages whose read failed; hidden

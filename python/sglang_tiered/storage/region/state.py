@@ -81,7 +81,6 @@ class StoreState:
         self.loads: deque[tuple[LoadTicket, list[Wanted]]] = deque()  # spans of loads
         self.let_go: deque[Region] = deque()  # of loads that were shed: readers unpin them
         self.syncs: list[Future[bool]] = []  # of callers that wait for all to be durable
-        self.syncing = False  # the syncer is at work and pins regions
         self.any_dirty = False  # some region has been published to since the last sync
         self.pending: dict[bytes, StoreTicket] = {}
         self.queued_store_bytes = 0
@@ -331,9 +330,8 @@ class StoreState:
         for part in write.parts:
             ticket, rows = part.ticket, slice(start, start + part.num_pages)
             start += part.num_pages
-            placed = range(part.start, part.start + part.num_pages)
-            num_bytes = sum(map(ticket.length, placed))
-            keys = [ticket.key(index) for index in placed]
+            num_bytes = sum(map(ticket.length, part.places))
+            keys = list(map(ticket.key, part.places))
             places, entries = offsets[rows], pages[rows]
             if ticket.forgotten:
                 seen = [key not in ticket.forgotten for key in keys]
@@ -375,7 +373,7 @@ class StoreState:
     def fail_parts(self, parts: Sequence[Part], reason: Reason) -> None:
         """Settle pages that were placed but are not in the log."""
         for part in parts:
-            for index in range(part.start, part.start + part.num_pages):
+            for index in part.places:
                 self._drop_pending(part.ticket, index)
             self._settle(part, reason)
 
@@ -395,7 +393,7 @@ class StoreState:
 
     def _settle(self, part: Part, reason: Reason) -> None:
         ticket = part.ticket
-        for index in range(part.start, part.start + part.num_pages):
+        for index in part.places:
             ticket.job.reasons[ticket.positions[index]] = reason
         ticket.num_settled += part.num_pages
         self._finish_if_settled(ticket)
@@ -488,7 +486,8 @@ class StoreState:
         queued = self.stores or self.erases or self.writes
         idle = self.jobs.num_inflight == 0 and not queued
         self.index.check_integrity({region.slot: region.nbytes for region in self.regions})
-        being_let_go = self.syncing or self.let_go or self.regions.retiring_bytes
+        is_syncing = any(region.syncing for region in self.regions)
+        being_let_go = is_syncing or self.let_go or self.regions.retiring_bytes
         self.regions.check_integrity(idle=idle and not being_let_go)
         if idle:
             assert not self.pending, f"{len(self.pending)} keys pending while idle"

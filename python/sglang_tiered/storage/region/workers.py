@@ -449,7 +449,6 @@ class SyncWorker:
             orders, state.syncs = state.syncs, []
             dirty = [region for region in state.regions if region.dirty]
             state.any_dirty = False
-            state.syncing = True
             for region in dirty:
                 region.dirty = False
         durable = False
@@ -464,8 +463,6 @@ class SyncWorker:
             with state.lock:
                 for region in dirty:  # next time
                     region.dirty = state.any_dirty = True
-        with state.lock:
-            state.syncing = False
         for order in orders:
             keep(order, durable)
         return not last

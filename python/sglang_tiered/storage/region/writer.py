@@ -123,8 +123,11 @@ class RegionWriter:
         neither the cap nor the disk has room."""
         region = self._region
         if region is not None:
-            usable = self._num_failures < _MAX_WRITE_FAILURES and not region.suspect
-            if usable and self._is_intact(region):
+            is_usable = self._num_failures < _MAX_WRITE_FAILURES and not region.suspect
+            if is_usable:
+                with self._disk.watch():
+                    is_usable = self._disk.device.is_intact(region.fd, region.nbytes)
+            if is_usable:
                 return
             # The file was deleted or cut, the device rejects this place, or a sync was lost.
             self.roll()
@@ -142,12 +145,6 @@ class RegionWriter:
                 if self._reclaimer.has_room(self._region_bytes):
                     break
                 leaving = self._reclaimer.next_leaving()
-
-    @property
-    def _is_full(self) -> bool:
-        """Return whether pages go for what is stored, be it for the cap, the disk or a tenant's
-        share. A region or two are looked at, as a share is not full at the same place in each."""
-        return self._reclaimer.num_pages_evicted > self._num_evicted[0]
 
     def rescue(self, victim: Region) -> None:
         """Write the pinned pages of a region again at the end of the log, with nothing under way.
@@ -232,7 +229,10 @@ class RegionWriter:
         count = payload = 0
         while stores:
             ticket = stores[0]
-            if parts and (ticket.job.cancelled or not _alike(ticket, parts[0].ticket)):
+            whose = ticket.namespace, ticket.tenant
+            first = parts[0].ticket if parts else ticket
+            is_other = whose != (first.namespace, first.tenant)
+            if parts and (ticket.job.cancelled or is_other):
                 break
             room = self.share_left(ticket)
             taken = 0
@@ -288,7 +288,7 @@ class RegionWriter:
     def _extent_of(self, parts: list[Part]) -> ExtentWrite:
         region = self._region
         assert region is not None
-        places = [(p.ticket, p.start + offset) for p in parts for offset in range(p.num_pages)]
+        places = [(part.ticket, place) for part in parts for place in part.places]
         pages = [ticket.page(index) for ticket, index in places]
         lengths = [ticket.length(index) for ticket, index in places]
         memory_bytes = sum(lengths)
@@ -308,7 +308,10 @@ class RegionWriter:
     def _encoded(self, encoding: PageEncoding, pages: list[Page]) -> Stored:
         """Return what to store of pages, and of how many bytes. Threads that write help where they
         are free: those of a device that hangs are not."""
-        state, is_full = self._state, self._is_full
+        state = self._state
+        # Whether pages go for what is stored, be it for the cap, the disk or a tenant's share. A
+        # region or two are looked at, as a share is not full at the same place in each.
+        is_full = self._reclaimer.num_pages_evicted > self._num_evicted[0]
         size = max(1, -(-len(pages) // _NUM_SHARES))
         shares = [pages[start : start + size] for start in range(0, len(pages), size)]
         ends: list[Future[Stored]] = [Future() for _ in shares]
@@ -411,10 +414,6 @@ class RegionWriter:
             self._reclaimer.remove(region)
         self.roll()
 
-    def _is_intact(self, region: Region) -> bool:
-        with self._disk.watch():
-            return self._disk.device.is_intact(region.fd, region.nbytes)
-
     def _create(self) -> Region:
         if not self._reclaimer.reserve(self._region_bytes):
             raise OSError(errno.ENOSPC, "the cap leaves no room for a region")
@@ -454,8 +453,3 @@ class RegionWriter:
             self._reclaimer.remove(region)
             raise
         return region
-
-
-def _alike(one: StoreTicket, other: StoreTicket) -> bool:
-    """Return whether an extent may hold pages of both."""
-    return (one.namespace, one.tenant) == (other.namespace, other.tenant)
