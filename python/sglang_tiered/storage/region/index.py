@@ -71,12 +71,10 @@ class PageIndex:
         """Return how many pages are in the region of that slot."""
         return int(self._live[slot]) if slot < len(self._live) else 0
 
-    def empty_slots(self, num_slots: int) -> list[int]:
-        """Return which of so many region slots no page is in."""
-        live = np.zeros(num_slots, np.int64)
-        live[: len(self._live)] = self._live[:num_slots]
-        empty: list[int] = np.flatnonzero(live == 0).tolist()
-        return empty
+    @property
+    def live(self) -> npt.NDArray[np.int64]:
+        """Return how many pages are in the region of each slot, of those that ever had one."""
+        return self._live
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
         """Return how many leading keys are held."""

@@ -200,14 +200,6 @@ class Reclaimer:
                 return gone
         return False
 
-    def give_up(self, nbytes: int) -> bool:
-        """Remove regions of so many bytes, whatever of them the disk gets back; false without."""
-        left = self._state.regions.physical_bytes - nbytes
-        while self._state.regions.physical_bytes > left:
-            if not self.evict_one():
-                return False
-        return True
-
     def with_room(self, write: Callable[[], _T]) -> _T:
         """Write a small file, once more with the room of a region where there is none for it.
         Raises ``OSError``."""
@@ -275,7 +267,7 @@ class Reclaimer:
         """Return the regions in which an erasure left nothing, the oldest first. The caller holds
         the lock."""
         state = self._state
-        empty = state.regions.in_slots(state.index.empty_slots(state.regions.num_slots))
+        empty = state.regions.without(state.index.live)
         return [r for r in empty if not (r.num_foreign or state.holds_unread(r))]
 
     def _save(self, victim: Region, besides: bytes | None = None) -> list[StoreTicket] | None:

@@ -252,7 +252,8 @@ class Recovery:
                 nbytes = self._device.file_bytes(region_name(sequence))
             except OSError:
                 nbytes = 0
-            self._regions.set_aside(nbytes)
+            self._regions.aside_bytes += nbytes
+            self._regions.reserve(nbytes)
             self._tell_unread(sequence, nbytes, error)
 
     def _tell_unread(self, sequence: int, nbytes: int, error: OSError) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from sglang_tiered.storage.region.format import region_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
@@ -61,7 +61,7 @@ class RegionTable:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._regions: dict[int, Region] = {}  # by sequence, the oldest first
         self._slots: list[Region | None] = []
         self.physical_bytes = 0
@@ -83,19 +83,18 @@ class RegionTable:
         assert region is not None, f"region slot {slot} is not in use"
         return region
 
-    @property
-    def num_slots(self) -> int:
-        return len(self._slots)
-
-    def in_slots(self, slots: Iterable[int]) -> list[Region]:
-        """Return the regions in those of these slots that are in use, the oldest first."""
-        found = (self._slots[slot] for slot in slots)
+    def without(self, live: npt.NDArray[np.int64]) -> list[Region]:
+        """Return the regions that no page is in, the oldest first; ``live`` counts the pages by
+        slot."""
+        counts = np.zeros(len(self._slots), np.int64)
+        counts[: len(live)] = live[: len(counts)]
+        found = (self._slots[slot] for slot in np.flatnonzero(counts == 0))
         return sorted(filter(None, found), key=lambda region: region.sequence)
 
     def add(self, region: Region) -> None:
         """Adopt a region whose bytes were reserved before, and give it a slot."""
         assert region.sequence not in self._regions, f"{region.name} is there twice"
-        region.used_s = self._clock()
+        region.used_s = self.clock()
         self._regions[region.sequence] = region
         if None in self._slots:
             region.slot = self._slots.index(None)
@@ -114,17 +113,6 @@ class RegionTable:
     def reserve(self, nbytes: int) -> None:
         """Count room for a region to come; negative where it does not come."""
         self.physical_bytes += nbytes
-
-    def set_aside(self, nbytes: int) -> None:
-        """Count a file that takes room and is no region of the table."""
-        self.aside_bytes += nbytes
-        self.physical_bytes += nbytes
-
-    def use(self, regions: Iterable[Region]) -> None:
-        """Note that pages of these regions are of use."""
-        now = self._clock()
-        for region in regions:
-            region.used_s = now
 
     def pin(self, region: Region) -> None:
         """Keep the region's descriptor open until the matching ``unpin``."""

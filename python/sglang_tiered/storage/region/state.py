@@ -424,7 +424,9 @@ class StoreState:
                 wanted.append(Wanted(position, key, region, offset, length, checksum, page))
         if not stored_lengths:
             self.index.hit(rows[[item.position for item in wanted]])
-            self.regions.use({item.region for item in wanted})
+            now = self.regions.clock()
+            for item in wanted:
+                item.region.used_s = now
         return wanted
 
     def queue_load(
