@@ -245,13 +245,6 @@ class Contents(NamedTuple):
         return matching
 
 
-class Trailer(NamedTuple):
-    nonce: bytes
-    num_extents: int
-    footer_offset: int
-    footer_bytes: int
-
-
 def padded(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
@@ -414,16 +407,17 @@ def unpack_footer(footer: Buffer, nonce: bytes) -> Contents | None:
     return Contents(extents, pages)
 
 
-def pack_trailer(trailer: Trailer) -> bytes:
-    nonce, num_extents, *place = trailer
+def pack_trailer(nonce: bytes, num_extents: int, footer_offset: int, footer_bytes: int) -> bytes:
+    place = footer_offset, footer_bytes
     return _packed(_TRAILER, TRAILER_MAGIC, BLOCK_BYTES, num_extents, nonce, *place)
 
 
-def unpack_trailer(block: Buffer, nonce: bytes, region_bytes: int) -> Trailer | None:
+def unpack_trailer(block: Buffer, nonce: bytes, region_bytes: int) -> tuple[int, int, int] | None:
+    """Return how many extents the footer lists, where it is and how long."""
     fields = _fields(_TRAILER, TRAILER_MAGIC, block)
     if fields is None or fields[1] != nonce:
         return None
     num_extents, _, offset, nbytes = fields
     if nbytes == 0 or nbytes % BLOCK_BYTES or offset + nbytes + BLOCK_BYTES != region_bytes:
         return None
-    return Trailer(nonce, num_extents, offset, nbytes)
+    return num_extents, offset, nbytes

@@ -80,16 +80,8 @@ class StoreTicket:
         return self.lengths[self.positions[index]]
 
 
-class Part(NamedTuple):
-    """Consecutive pages of one ticket within one extent."""
-
-    ticket: StoreTicket
-    start: int  # index into the ticket's positions
-    num_pages: int
-
-    @property
-    def places(self) -> range:
-        return range(self.start, self.start + self.num_pages)
+Part = tuple[StoreTicket, range]
+"""Consecutive pages of one ticket within one extent, by their indexes in its positions."""
 
 
 @dataclass(eq=False, slots=True)

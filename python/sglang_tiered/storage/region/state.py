@@ -119,7 +119,7 @@ class StoreState:
         durable, ahead of all stores: none of what is meant waits among them any more. ``ids`` are
         digests of names to remember with it, and ``notes`` what the owner says of such."""
         placed = itertools.chain(self.placing, *(write.parts for write in self.writes))
-        under_way = {*self.stores, *(part.ticket for part in placed)}
+        under_way = {*self.stores, *(ticket for ticket, _ in placed)}
         if what.keys is not None:
             gone = set(what.keys)
             pins = self.unpin_pages(what.keys)
@@ -327,11 +327,11 @@ class StoreState:
         pages, offsets = write.extent.pages, write.extent.page_offsets()
         region = write.region
         start = 0
-        for part in write.parts:
-            ticket, rows = part.ticket, slice(start, start + part.num_pages)
-            start += part.num_pages
-            num_bytes = sum(map(ticket.length, part.places))
-            keys = list(map(ticket.key, part.places))
+        for ticket, indexes in write.parts:
+            rows = slice(start, start + len(indexes))
+            start += len(indexes)
+            num_bytes = sum(map(ticket.length, indexes))
+            keys = list(map(ticket.key, indexes))
             places, entries = offsets[rows], pages[rows]
             if ticket.forgotten:
                 seen = [key not in ticket.forgotten for key in keys]
@@ -354,12 +354,12 @@ class StoreState:
             else:
                 region.num_foreign += len(keys)  # perhaps: of the namespace before
             if ticket.reinserted:
-                self.num_pages_reinserted += part.num_pages
+                self.num_pages_reinserted += len(indexes)
                 self.bytes_reinserted += num_bytes
             else:
-                self.num_pages_stored += part.num_pages
+                self.num_pages_stored += len(indexes)
                 self.bytes_stored += num_bytes
-            self._settle(part, Reason.OK)
+            self._settle(ticket, indexes, Reason.OK)
         region.num_writing -= 1
         self.note_dirty(region)
 
@@ -372,10 +372,10 @@ class StoreState:
 
     def fail_parts(self, parts: Sequence[Part], reason: Reason) -> None:
         """Settle pages that were placed but are not in the log."""
-        for part in parts:
-            for index in part.places:
-                self._drop_pending(part.ticket, index)
-            self._settle(part, reason)
+        for ticket, indexes in parts:
+            for index in indexes:
+                self._drop_pending(ticket, index)
+            self._settle(ticket, indexes, reason)
 
     def drop_rest(self, ticket: StoreTicket, reason: Reason) -> None:
         """Settle what has no place yet of a store that has left the queue."""
@@ -391,11 +391,10 @@ class StoreState:
         if self.pending.get(key) is ticket:
             del self.pending[key]
 
-    def _settle(self, part: Part, reason: Reason) -> None:
-        ticket = part.ticket
-        for index in part.places:
+    def _settle(self, ticket: StoreTicket, indexes: range, reason: Reason) -> None:
+        for index in indexes:
             ticket.job.reasons[ticket.positions[index]] = reason
-        ticket.num_settled += part.num_pages
+        ticket.num_settled += len(indexes)
         self._finish_if_settled(ticket)
 
     def _finish_if_settled(self, ticket: StoreTicket) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from sglang_tiered.storage.region.device import FileDevice, FileReader
-    from sglang_tiered.storage.region.format import RegionHeader, Trailer
+    from sglang_tiered.storage.region.format import RegionHeader
     from sglang_tiered.storage.region.regions import Region
 
 
@@ -197,17 +197,18 @@ class RegionScan:
         self.is_sealed = True
         # The longest footer there can be: every block a page, every second one an extent header.
         num_blocks = self.nbytes // BLOCK_BYTES
-        if trailer.footer_bytes > footer_bytes(num_blocks // 2, num_blocks):
+        num_extents, footer_at, nbytes = trailer
+        if nbytes > footer_bytes(num_blocks // 2, num_blocks):
             self.report("trailer", offset, BLOCK_BYTES, "is impossible")
             return None
-        footer = self.read(trailer.footer_offset, aligned_buffer(trailer.footer_bytes))
+        footer = self.read(footer_at, aligned_buffer(nbytes))
         contents = None if footer is None else unpack_footer(footer, self.nonce)
         if contents is None:
             what = UNREADABLE if footer is None else "does not verify"
         else:
-            what = _misfit(contents, trailer)
+            what = _misfit(contents, footer_at, num_extents)
         if what:
-            self.report("footer", trailer.footer_offset, trailer.footer_bytes, what)
+            self.report("footer", footer_at, nbytes, what)
             return None
         return contents
 
@@ -317,14 +318,14 @@ def _is_blank(block: memoryview) -> bool:
     return block.tobytes().count(0) == block.nbytes
 
 
-def _misfit(contents: Contents, trailer: Trailer) -> str:
+def _misfit(contents: Contents, footer_at: int, num_extents: int) -> str:
     """Return why a footer that verifies cannot be of this region; empty where it can."""
     starts = np.concatenate([[BLOCK_BYTES], contents.ends()])
     extents = contents.extents
     wrong = (extents["offset"] != starts[:-1]) | (extents["num_pages"] > MAX_EXTENT_PAGES)
     if wrong.any():
         return f"lists no extent at {starts[wrong.argmax()]}"
-    if starts[-1] > trailer.footer_offset or len(extents) != trailer.num_extents:
+    if starts[-1] > footer_at or len(extents) != num_extents:
         return "does not fit its trailer"
     return ""
 

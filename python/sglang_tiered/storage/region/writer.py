@@ -33,7 +33,6 @@ from sglang_tiered.storage.region.format import (
     Contents,
     Extent,
     RegionHeader,
-    Trailer,
     extent_header_bytes,
     fits_region,
     pack_footer,
@@ -43,7 +42,7 @@ from sglang_tiered.storage.region.format import (
     page_table,
     region_name,
 )
-from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, Part, page_bytes
+from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, page_bytes
 from sglang_tiered.storage.region.reclaim import MAX_SAVED_BYTES
 from sglang_tiered.storage.region.regions import Region
 
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.encoding import PageEncoding
     from sglang_tiered.storage.region.disk import Disk
-    from sglang_tiered.storage.region.pending import StoreTicket
+    from sglang_tiered.storage.region.pending import Part, StoreTicket
     from sglang_tiered.storage.region.reclaim import Reclaimer
 
     Stored = list[tuple[Page, int]]
@@ -99,7 +98,7 @@ def write_footer(disk: Disk, region: Region, contents: Contents) -> None:
     footer = pack_footer(contents, region.nonce)
     offset = region.nbytes - BLOCK_BYTES - len(footer)
     assert region.tail <= offset, f"{region.name}: footer at {offset} over tail {region.tail}"
-    trailer = pack_trailer(Trailer(region.nonce, len(contents.extents), offset, len(footer)))
+    trailer = pack_trailer(region.nonce, len(contents.extents), offset, len(footer))
     disk.write(region.fd, [memoryview(footer + trailer)], offset)
 
 
@@ -230,7 +229,7 @@ class RegionWriter:
         while stores:
             ticket = stores[0]
             whose = ticket.namespace, ticket.tenant
-            first = parts[0].ticket if parts else ticket
+            first = parts[0][0] if parts else ticket
             is_other = whose != (first.namespace, first.tenant)
             if parts and (ticket.job.cancelled or is_other):
                 break
@@ -242,7 +241,7 @@ class RegionWriter:
                     break
                 count, payload, taken = count + 1, payload + size, taken + 1
             if taken:
-                parts.append(Part(ticket, ticket.num_placed, taken))
+                parts.append((ticket, range(ticket.num_placed, ticket.num_placed + taken)))
                 ticket.num_placed += taken
             if ticket.num_left:
                 break
@@ -288,7 +287,7 @@ class RegionWriter:
     def _extent_of(self, parts: list[Part]) -> ExtentWrite:
         region = self._region
         assert region is not None
-        places = [(part.ticket, place) for part in parts for place in part.places]
+        places = [(ticket, index) for ticket, indexes in parts for index in indexes]
         pages = [ticket.page(index) for ticket, index in places]
         lengths = [ticket.length(index) for ticket, index in places]
         memory_bytes = sum(lengths)
@@ -301,7 +300,7 @@ class RegionWriter:
                 pages[row], lengths[row] = page, length
         keys = [ticket.key(index) for ticket, index in places]
         table = page_table([(key, length, 0) for key, length in zip(keys, lengths, strict=True)])
-        first = parts[0].ticket
+        first, _ = parts[0]
         extent = Extent(region.tail, first.namespace, table, first.tenant)
         return ExtentWrite(region, extent, len(region.extents), parts, pages, memory_bytes)
 

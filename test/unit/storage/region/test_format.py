@@ -81,7 +81,7 @@ def example_region() -> bytes:
         region[offset : offset + len(data)] = data
     footer = form.pack_footer(Contents.of([extent]), NONCE)
     footer_offset = REGION_BYTES - BLOCK_BYTES - len(footer)
-    trailer = form.pack_trailer(form.Trailer(NONCE, 1, footer_offset, len(footer)))
+    trailer = form.pack_trailer(NONCE, 1, footer_offset, len(footer))
     region[footer_offset:] = footer + trailer
     return bytes(region)
 

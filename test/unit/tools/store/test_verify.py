@@ -23,7 +23,6 @@ from sglang_tiered.storage.region.format import (
     PIN_PREFIX,
     Contents,
     RegionHeader,
-    Trailer,
     pack_footer,
     pack_region_header,
     pack_trailer,
@@ -117,15 +116,15 @@ def reseal(change: Callable[[Contents], Contents]) -> Forge:
         contents = change(contents)
         footer = pack_footer(contents, header.nonce)
         offset = REGION - BLOCK_BYTES - len(footer)
-        trailer = Trailer(header.nonce, len(contents.extents), offset, len(footer))
-        data[offset:] = footer + pack_trailer(trailer)
+        trailer = pack_trailer(header.nonce, len(contents.extents), offset, len(footer))
+        data[offset:] = footer + trailer
 
     return forge
 
 
 def footer_at(offset: int, size: int) -> Forge:
     def forge(data: bytearray, header: RegionHeader) -> None:
-        data[-BLOCK_BYTES:] = pack_trailer(Trailer(header.nonce, 1, offset, size))
+        data[-BLOCK_BYTES:] = pack_trailer(header.nonce, 1, offset, size)
 
     return forge
 
