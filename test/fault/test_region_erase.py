@@ -25,7 +25,7 @@ from sglang_tiered.storage.base import Erasure, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, erase_log
 from sglang_tiered.storage.region.erase_log import Bound, Erased
-from sglang_tiered.storage.region.files import ERASED_NAME
+from sglang_tiered.storage.region.format import ERASED_NAME
 from sglang_tiered.storage.region.index import PageIndex
 from sglang_tiered.storage.region.pending import Note
 

@@ -12,8 +12,7 @@ from simulation.ledger import TIMEOUT_S, Ledger, held, keys
 
 from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region.files import ERASED_NAME, LOCK_NAME
-from sglang_tiered.storage.region.format import region_name
+from sglang_tiered.storage.region.format import ERASED_NAME, LOCK_NAME, region_name
 
 CAPACITY = 4 * REGION
 FIRST, SECOND = keys(range(6)), keys(range(100, 106))

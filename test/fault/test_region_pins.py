@@ -21,7 +21,7 @@ from kit.waiting import drained
 from sglang_tiered.storage.base import Health, Reason
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, pins
-from sglang_tiered.storage.region.files import is_pin_name
+from sglang_tiered.storage.region.format import is_pin_name
 from sglang_tiered.storage.region.pins import file_of
 
 NUM_REGIONS = 6

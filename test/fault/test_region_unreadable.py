@@ -17,8 +17,7 @@ from kit.faulty import Fault, FaultyDevice
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region.files import ERASED_NAME
-from sglang_tiered.storage.region.format import parse_region_name
+from sglang_tiered.storage.region.format import ERASED_NAME, parse_region_name
 from sglang_tiered.storage.region.pins import file_of
 
 CAPACITY = 8 * REGION

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.integration.identity import file_digests, namespace, namespace_search
 from sglang_tiered.integration.identity.model import identify_model
-from sglang_tiered.storage.region.files import WEIGHTS_NAME
+from sglang_tiered.storage.region.format import WEIGHTS_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,13 @@ from kit.memory import MemoryEngine
 from kit.runs import NAMESPACE, blank, page_data, soft_encoding
 from kit.waiting import TIMEOUT_S, drained, finished
 from sglang_tiered.remote_config import ObjectConfig
+from sglang_tiered.storage.backoff import OnceLog
 from sglang_tiered.storage.base import Reason, Run, TierEngine
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.region.disk import Disk
+from sglang_tiered.storage.region.state import StoreState
 from sglang_tiered.storage.stack import TierStack
 
 KEEPING = [
@@ -38,6 +44,15 @@ def open_region(directory: Path, **changes: Any) -> RegionEngine:
         "num_threads": 2,
     }
     return RegionEngine(directory, **(options | changes))
+
+
+def open_disk(
+    directory: Path, clock: Callable[[], float] = time.monotonic, namespace: bytes = NAMESPACE
+) -> Disk:
+    """The disk of a store without threads, whose device hangs after five seconds."""
+    state = StoreState(namespace)
+    log = OnceLog(logging.getLogger())
+    return Disk(directory, FileDevice(directory), state, log, lambda: True, clock, 5.0)
 
 
 def close_whole(engine: TierEngine) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_tiered.storage.region import format as form
-from sglang_tiered.storage.region.format import BLOCK_BYTES, Contents, Extent, RegionHeader, Trailer
+from sglang_tiered.storage.region.format import BLOCK_BYTES, Contents, Extent, RegionHeader
 
 u64 = st.integers(0, 2**64 - 1)
 nonces = st.binary(min_size=16, max_size=16)
@@ -63,9 +63,9 @@ def test_footer_round_trip(written: list[Extent], nonce: bytes) -> None:
 
 @given(nonces, st.integers(0, 2**32 - 1), st.integers(1, 2**20), st.integers(1, 2**20))
 def test_trailer_round_trip(nonce: bytes, num_extents: int, offset: int, size: int) -> None:
-    trailer = Trailer(nonce, num_extents, offset * BLOCK_BYTES, size * BLOCK_BYTES)
+    trailer = num_extents, offset * BLOCK_BYTES, size * BLOCK_BYTES
     region_bytes = (offset + size + 1) * BLOCK_BYTES
-    block = form.pack_trailer(trailer)
+    block = form.pack_trailer(nonce, *trailer)
     assert form.unpack_trailer(block, nonce, region_bytes) == trailer
     assert form.unpack_trailer(block, nonce, region_bytes + BLOCK_BYTES) is None
 
@@ -98,7 +98,7 @@ STRUCTURES: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
         lambda data: form.unpack_footer(data, NONCE),
     ),
     "trailer": (
-        form.pack_trailer(Trailer(NONCE, 1, 6 * BLOCK_BYTES, BLOCK_BYTES)),
+        form.pack_trailer(NONCE, 1, 6 * BLOCK_BYTES, BLOCK_BYTES),
         lambda data: form.unpack_trailer(data, NONCE, 8 * BLOCK_BYTES),
     ),
 }
@@ -115,7 +115,7 @@ def test_every_flipped_byte_is_seen(name: str) -> None:
 def test_a_forged_size_is_not_followed() -> None:
     huge = form.pack_region_header(RegionHeader(2**64 - BLOCK_BYTES, 3, NONCE, 1))
     assert form.unpack_region_header(huge) is None
-    empty_footer = form.pack_trailer(Trailer(NONCE, 0, 7 * BLOCK_BYTES, 0))
+    empty_footer = form.pack_trailer(NONCE, 0, 7 * BLOCK_BYTES, 0)
     assert form.unpack_trailer(empty_footer, NONCE, 8 * BLOCK_BYTES) is None
     no_pages = Extent(BLOCK_BYTES, b"n" * 32, form.page_table([]))
     assert form.unpack_footer(form.pack_footer(Contents.of([no_pages]), NONCE), NONCE) is None

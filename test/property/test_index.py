@@ -143,7 +143,7 @@ class IndexMachine(RuleBasedStateMachine):
         rows = index.find(key_words(KEYS))
         held = [key for key, row in zip(KEYS, rows, strict=True) if row >= 0]
         assert held == [key for key in KEYS if key in model]
-        places = list(zip(*index.places(rows[rows >= 0]), strict=True))
+        places = list(index.places(rows[rows >= 0]))
         assert places == [model[key][:4] for key in held]
         assert index.tenants_of(rows[rows >= 0]) == [model[key].tenant for key in held]
         assert len(index) == len(held)

@@ -35,7 +35,7 @@ from sglang_tiered.storage.base import (
 from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.promises import ended
 from sglang_tiered.storage.region.device import copy_page
-from sglang_tiered.storage.region.files import LENDING_NAME
+from sglang_tiered.storage.region.format import LENDING_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -29,8 +29,7 @@ from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.errors import ConfigError, StoreError, StoreLockedError
 from sglang_tiered.storage.filesystem import read_small_file, replace_file
 from sglang_tiered.storage.region.directory import DirectoryLock, refuse_strangers
-from sglang_tiered.storage.region.files import is_pin_name
-from sglang_tiered.storage.region.format import parse_region_name
+from sglang_tiered.storage.region.format import is_pin_name, parse_region_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from kit.runs import NAMESPACE
-from sglang_tiered.storage.region import RegionEngine, pending, recovery, view, writer
+from sglang_tiered.storage.region import RegionEngine, recovery, view, workers, writer
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES
 
@@ -37,7 +37,7 @@ def small_steps() -> Iterator[None]:
     move tenant by tenant; a start indexes few pages at once, and fingerprints are read in
     pieces."""
     with (
-        mock.patch.object(pending, "_CHUNK_BYTES", 4 * BLOCK_BYTES),
+        mock.patch.object(workers, "_CHUNK_BYTES", 4 * BLOCK_BYTES),
         mock.patch.object(writer, "MAX_SAVED_BYTES", 1),
         mock.patch.object(view, "_ROWS_AT_ONCE", 3),
         mock.patch.object(recovery, "_PAGES_AT_ONCE", 3),

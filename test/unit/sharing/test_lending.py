@@ -18,7 +18,7 @@ from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
 from sglang_tiered.storage.base import Erasure, Health, Job, JobKind, Reason, Run, Stop
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region.files import LENDING_NAME
+from sglang_tiered.storage.region.format import LENDING_NAME
 
 REGION = 4 << 20
 OK, MISS = Reason.OK, Reason.MISS

@@ -26,7 +26,7 @@ import xxhash
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.filesystem import read_small_file, replace_file
-from sglang_tiered.storage.region.files import WEIGHTS_NAME
+from sglang_tiered.storage.region.format import WEIGHTS_NAME
 
 if TYPE_CHECKING:
     import threading

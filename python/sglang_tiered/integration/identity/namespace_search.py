@@ -23,16 +23,16 @@ from sglang_tiered.flags import format_bytes
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.file_digests import FileDigests
 from sglang_tiered.integration.identity.model import UNRESOLVED
-from sglang_tiered.storage.region.files import NAMESPACE_NAME, PAGE_SIZES_NAME
-from sglang_tiered.storage.region.format import NAMESPACE_BYTES
-from sglang_tiered.storage.region.notes import add_page_size, read_note
+from sglang_tiered.storage.region.format import NAMESPACE_BYTES, NAMESPACE_NAME, PAGE_SIZES_NAME
+from sglang_tiered.storage.region.notes import note_of, with_page_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from sglang_tiered.integration.identity.file_digests import SeenFile
-    from sglang_tiered.storage.region.notes import Notes, PageSize
+    from sglang_tiered.storage.region.engine import RegionEngine
+    from sglang_tiered.storage.region.notes import PageSize
 
 
 PATIENCE_S = 2.0
@@ -134,20 +134,20 @@ def _digest(text: str) -> bytes:
 
 def recall_namespace(shard: Path) -> bytes:
     """Return the last namespace found for a shard, or a new one without pages."""
-    found = unseal(read_note(shard, NAMESPACE_NAME), bytes)
+    found = unseal(note_of(shard, NAMESPACE_NAME), bytes)
     if found is None or len(found) != NAMESPACE_BYTES:
         return namespace.successor(b"")
     return found
 
 
-def remember_namespace(notes: Notes, found: bytes, size: PageSize) -> None:
+def remember_namespace(region: RegionEngine, found: bytes, size: PageSize) -> None:
     """Save the namespace for the next start that must read its weights, and what its pages hold for
     who looks into the shard. Waits for the disk."""
-    data = seal(found)
+    sizes = with_page_size(region.read_note(PAGE_SIZES_NAME), found, size)
     try:
-        if notes.read(NAMESPACE_NAME) != data:
-            notes.write(NAMESPACE_NAME, data)
-        add_page_size(notes, found, size)
+        for name, data in ((NAMESPACE_NAME, seal(found)), (PAGE_SIZES_NAME, sizes)):
+            if region.read_note(name) != data:
+                region.write_note(name, data)
     except OSError as error:
         logger.warning(
             "%s or %s cannot be written (%s); the next start may have to read weights before it "

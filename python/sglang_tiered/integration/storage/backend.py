@@ -329,7 +329,7 @@ class TieredStorage(TierQueries):
         if isinstance(region, BorrowedEngine):
             return  # the lender does
         pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
-        arguments = (region.notes, self._namespace, host_pages.kv_page_size(pools))
+        arguments = (region, self._namespace, host_pages.kv_page_size(pools))
         self._noting = threading.Thread(
             target=remember_namespace, args=arguments, name="tier-namespace", daemon=True
         )

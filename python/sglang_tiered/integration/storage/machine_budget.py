@@ -213,7 +213,7 @@ class MachineBudget:
     def _give(self, store: CapacityControl, due_bytes: int) -> None:
         store.set(due_bytes)
         deadline = time.monotonic() + _SHRINK_S
-        while store.is_shrinking and time.monotonic() < deadline:
+        while store.room().is_shrinking and time.monotonic() < deadline:
             self._stop.wait(_POLL_S)
             if self._stop.is_set():
                 return

@@ -29,8 +29,7 @@ from sglang_tiered.storage.filesystem import (
     replace_file,
     sync_names,
 )
-from sglang_tiered.storage.region.files import PROBE_NAME, TEMPORARY_SUFFIX
-from sglang_tiered.storage.region.format import BLOCK_BYTES
+from sglang_tiered.storage.region.format import BLOCK_BYTES, PROBE_NAME, TEMPORARY_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -70,15 +69,6 @@ def copy_page(page: Page, into: memoryview) -> None:
         # By numpy, which lets go of the interpreter for it; an assignment would not.
         np.copyto(np.asarray(into[at : at + segment.nbytes]), segment)
         at += segment.nbytes
-
-
-def write_fully(device: FileDevice, fd: int, segments: Sequence[memoryview], offset: int) -> int:
-    """Write all segments or raise ``OSError``; returns the bytes written."""
-    nbytes = sum(segment.nbytes for segment in segments)
-    written = device.writev(fd, segments, offset)
-    if written != nbytes:
-        raise OSError(errno.EIO, f"short write, {written} of {nbytes} bytes")
-    return nbytes
 
 
 class FileReader:
@@ -236,38 +226,29 @@ class FileDevice(FileReader):
         return status.st_nlink > 0 and status.st_size == nbytes
 
     def readv(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
-        self._check_blocks(segments, offset)
-        if self._can_pass(segments):
-            return _vectored(os.preadv, fd, segments, offset)
-        done = 0
-        bounce = self._bounce_buffer()
-        for batch, nbytes in batches(segments, _BOUNCE_BYTES):
-            got = os.preadv(fd, [bounce[:nbytes]], offset + done)
-            position = 0
-            for piece in batch:
-                take = min(piece.nbytes, max(got - position, 0))
-                piece[:take] = bounce[position : position + take]
-                position += piece.nbytes
-            done += got
-            if got < nbytes:
-                break
-        return done
+        return self._move(fd, segments, offset, is_read=True)
 
     def writev(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
         """Write the segments, in all whole blocks, at ``offset``; fewer bytes when interrupted."""
-        self._check_blocks(segments, offset)
+        return self._move(fd, segments, offset, is_read=False)
+
+    def _move(self, fd: int, segments: Sequence[memoryview], offset: int, *, is_read: bool) -> int:
+        nbytes = sum(segment.nbytes for segment in segments)
+        assert offset % BLOCK_BYTES == 0, f"offset {offset} is not on a block"
+        assert nbytes % BLOCK_BYTES == 0, f"{nbytes} bytes are not whole blocks"
+        call = os.preadv if is_read else os.pwritev
         if self._can_pass(segments):
-            return _vectored(os.pwritev, fd, segments, offset)
+            return _vectored(call, fd, segments, offset)
         done = 0
         bounce = self._bounce_buffer()
         for batch, nbytes in batches(segments, _BOUNCE_BYTES):
-            position = 0
-            for piece in batch:
-                bounce[position : position + piece.nbytes] = piece
-                position += piece.nbytes
-            put = os.pwritev(fd, [bounce[:nbytes]], offset + done)
-            done += put
-            if put < nbytes:
+            if not is_read:
+                _gather(batch, bounce)
+            moved = call(fd, [bounce[:nbytes]], offset + done)
+            if is_read:
+                _scatter(bounce[:moved], batch)
+            done += moved
+            if moved < nbytes:
                 break
         return done
 
@@ -307,12 +288,6 @@ class FileDevice(FileReader):
         status = os.fstatvfs(self._fd)
         return status.f_bavail * status.f_frsize
 
-    @staticmethod
-    def _check_blocks(segments: Sequence[memoryview], offset: int) -> None:
-        nbytes = sum(segment.nbytes for segment in segments)
-        assert offset % BLOCK_BYTES == 0, f"offset {offset} is not on a block"
-        assert nbytes % BLOCK_BYTES == 0, f"{nbytes} bytes are not whole blocks"
-
     def _can_pass(self, segments: Sequence[memoryview]) -> bool:
         if not self.direct:
             return True
@@ -333,6 +308,20 @@ def _address(segment: memoryview) -> int:
     if segment.readonly or segment.nbytes == 0:
         return 1
     return ctypes.addressof(ctypes.c_char.from_buffer(segment))
+
+
+def _gather(pieces: Sequence[memoryview], into: memoryview) -> None:
+    at = 0
+    for piece in pieces:
+        into[at : at + piece.nbytes] = piece
+        at += piece.nbytes
+
+
+def _scatter(data: memoryview, pieces: Sequence[memoryview]) -> None:
+    for piece in pieces:
+        take = min(piece.nbytes, data.nbytes)
+        piece[:take] = data[:take]
+        data = data[take:]
 
 
 def _vectored(

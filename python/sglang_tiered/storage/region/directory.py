@@ -2,13 +2,6 @@
 
 The manifest is what says that files in here may be deleted. A directory without one is touched only
 when it is empty or holds only names of the product.
-
-| in the tier directory | |
-|---|---|
-| STORE | manifest: ``b"sglang-tiered store VERSION XXH3-64-HEX\\n"`` |
-| LOCK | held by the process that serves from it |
-| WEIGHTS | digests of weight files, written by the server; may be deleted |
-| shard-* | LOCK, CHECKPOINT, ERASED, notes and region files, one shard per rank |
 """
 
 from __future__ import annotations
@@ -37,7 +30,9 @@ from sglang_tiered.storage.filesystem import (
     replace_file,
     sync_names,
 )
-from sglang_tiered.storage.region.files import (
+from sglang_tiered.storage.region.format import (
+    BLOCK_BYTES,
+    FORMAT_VERSION,
     IGNORED_NAMES,
     LOCK_NAME,
     MANIFEST_NAME,
@@ -46,10 +41,6 @@ from sglang_tiered.storage.region.files import (
     is_shard_name,
     is_tier_file,
     is_tier_temporary,
-)
-from sglang_tiered.storage.region.format import (
-    BLOCK_BYTES,
-    FORMAT_VERSION,
     newer_format,
     other_version,
     parse_region_name,
@@ -305,33 +296,25 @@ class DirectoryLock:
     ) -> None:
         self._path = path
         self.directory, self._fd = -1, -1
-        file = path / LOCK_NAME
-        deadline = time.monotonic() + timeout_s
+        what, way_out = "opened", "make the directory writable or pass another --tier-dir"
         try:
-            self._open(deadline, sleep)
+            self._open(time.monotonic() + timeout_s, sleep)
+            what = "written"
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
         except StoreLockedError:
             self.release()
             raise
         except OSError as error:
-            is_open = self._fd >= 0
-            self.release()
-            what, way_out = ("taken", "pass a --tier-dir on a local filesystem")
-            if not is_open:
-                what, way_out = ("opened", "make the directory writable or pass another --tier-dir")
-            raise StoreError(
-                f"the lock {file} cannot be {what} ({error.strerror}); {way_out}"
-            ) from error
-        try:
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
-        except OSError as error:
             # The pid only serves the message of others; a full disk must not keep the lock away.
-            if error.errno not in FULL_ERRNOS:
-                self.release()
-                raise StoreError(
-                    f"the lock {file} cannot be written ({error.strerror}); "
-                    "make the directory writable or pass another --tier-dir"
-                ) from error
+            if what == "written" and error.errno in FULL_ERRNOS:
+                return
+            if what == "opened" and self._fd >= 0:
+                what, way_out = "taken", "pass a --tier-dir on a local filesystem"
+            self.release()
+            raise StoreError(
+                f"the lock {path / LOCK_NAME} cannot be {what} ({error.strerror}); {way_out}"
+            ) from error
 
     def _open(self, deadline: float, sleep: Callable[[float], None]) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

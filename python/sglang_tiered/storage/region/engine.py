@@ -38,19 +38,19 @@ from sglang_tiered.storage.jobs import Workers
 from sglang_tiered.storage.promises import Promises, all_true, ended, is_true
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.directory import DirectoryLock, allow_regions
+from sglang_tiered.storage.region.disk import Disk
 from sglang_tiered.storage.region.erase_log import EraseLog
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
     MIN_REGION_BYTES,
-    check_namespace,
+    NAMESPACE_BYTES,
+    NOTE_NAMES,
     max_page_bytes,
     parse_region_name,
     region_name,
 )
-from sglang_tiered.storage.region.health import HealthMonitor
 from sglang_tiered.storage.region.index import key_words
-from sglang_tiered.storage.region.notes import Notes
-from sglang_tiered.storage.region.part import Common
+from sglang_tiered.storage.region.notes import read_note
 from sglang_tiered.storage.region.pending import (
     LoadTicket,
     Note,
@@ -63,11 +63,9 @@ from sglang_tiered.storage.region.pins import Pin
 from sglang_tiered.storage.region.reader import RegionReader
 from sglang_tiered.storage.region.reclaim import CapacityControl, Reclaimer
 from sglang_tiered.storage.region.recovery import Recovery
-from sglang_tiered.storage.region.regions import Capacity
 from sglang_tiered.storage.region.state import StoreState
-from sglang_tiered.storage.region.store_worker import IoWorker, StoreWorker
-from sglang_tiered.storage.region.sync_worker import Barrier, SyncWorker
 from sglang_tiered.storage.region.view import RegionView
+from sglang_tiered.storage.region.workers import IoWorker, StoreWorker, SyncWorker
 from sglang_tiered.storage.region.writer import RegionWriter
 
 if TYPE_CHECKING:
@@ -77,7 +75,6 @@ if TYPE_CHECKING:
 
     from sglang_tiered.storage.encoding import PageEncoding
     from sglang_tiered.storage.region.reader import OwnersMemory
-    from sglang_tiered.storage.region.recovery import RecoveryReport
 
 
 logger = logging.getLogger(__name__)
@@ -94,9 +91,9 @@ to write those again takes no more than it frees."""
 class RegionEngine(TierEngine):
     """Pages in the region files of one directory, which it locks for as long as it is open.
 
-    Opening recovers what earlier processes stored. Raises ``ValueError`` for sizes that cannot
-    work, ``StoreLockedError`` when another process has the directory, ``StoreFormatError`` when a
-    newer version wrote it, ``StoreError`` when the directory cannot be used.
+    Opening recovers what earlier processes stored. Raises ``StoreLockedError`` when another process
+    has the directory, ``StoreFormatError`` when a newer version wrote it, ``StoreError`` when the
+    directory cannot be used.
 
     ``namespace`` digests everything that gives the bytes their meaning; pages stored under another
     one are never served. ``capacity_bytes`` bounds the files, headers and padding included, and
@@ -132,100 +129,84 @@ class RegionEngine(TierEngine):
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        check_namespace(namespace)
-        if region_bytes % BLOCK_BYTES or region_bytes < MIN_REGION_BYTES:
-            raise ValueError(
-                f"region_bytes is {region_bytes}, must be a multiple of {BLOCK_BYTES} "
-                f"and at least {MIN_REGION_BYTES}"
-            )
-        if capacity_bytes < region_bytes:
-            raise ValueError(f"capacity_bytes {capacity_bytes} < region_bytes {region_bytes}")
-        if num_threads < 2:
-            raise ValueError(f"num_threads is {num_threads}: one for loads, and one for stores")
-        if not 0 <= pin_share <= MAX_PIN_SHARE:
-            raise ValueError(f"pin_share is {pin_share}, must be 0 to {MAX_PIN_SHARE}")
+        assert len(namespace) == NAMESPACE_BYTES, f"a namespace of {len(namespace)} bytes"
+        assert MIN_REGION_BYTES <= region_bytes <= capacity_bytes, f"regions of {region_bytes}"
+        assert region_bytes % BLOCK_BYTES == 0, f"regions of {region_bytes} are not whole blocks"
+        assert num_threads >= 2, "one for loads, and one for stores"
+        assert 0 <= pin_share <= MAX_PIN_SHARE, f"a share of {pin_share} for pins"
         self.directory = directory
-        self._most_bytes = max(capacity_bytes, most_bytes or 0)
-        self._capacity = Capacity(capacity_bytes, region_bytes, pin_share, max_tenant_bytes)
         self._max_page_bytes = max_page_bytes(region_bytes)
         self._max_queued_store_bytes = max_queued_store_bytes
-        self._close_timeout_s = io_timeout_s
+        self._io_timeout_s = io_timeout_s
         self._promises = Promises()
-        bound_bytes = self._capacity.pin_bound_bytes
-        self._state = state = StoreState(namespace, bound_bytes, wall_clock, encoding, clock)
-        self.view = RegionView(state)
-        self._health = health = HealthMonitor(clock, io_timeout_s)
-        self._log = log = OnceLog(logger)
-        report = self._open(device, region_bytes, num_threads)
-        state.bytes_written = report.bytes_written
-        state.adopt(report.pins)
-        self._first_sequence = report.next_sequence
-        self.erased_notes = tuple(report.erased.notes.values())
-        """What was noted of erasures before the store was opened, the oldest first."""
-        self._has_unread_pins = bool(report.unread_pins)  # which may name what is erased
-        device = self._device
-        self.notes = Notes(device)
-        is_held = self._directory_lock.is_held
-        common = Common(directory, device, health, state, log, is_held)
-        self._reader = reader = RegionReader(common)
-        barrier = Barrier(device, health)
-        self._reclaimer = reclaimer = Reclaimer(common, reader, self._capacity, io_timeout_s, clock)
-        self.capacity = CapacityControl(common, reclaimer, self._capacity, clock)
-        writer = RegionWriter(
-            common, reclaimer, barrier, region_bytes, report.next_sequence, self._capacity
+        self._state = state = StoreState(namespace, encoding, clock, wall_clock)
+        recovery = self._open(
+            device, capacity_bytes, most_bytes or 0, region_bytes, num_threads, clock
         )
-        erase_log = EraseLog(common, reclaimer, report.erased)
+        disk = self._disk
+        self._first_sequence = recovery.report.next_sequence
+        self._has_unread_pins = recovery.has_unread_pins  # which may name what is erased
+        self.erased_notes = tuple(recovery.erased.notes.values())
+        """What was noted of erasures before the store was opened, the oldest first."""
+        self.view = RegionView(state)
+        self._reader = reader = RegionReader(disk)
+        self._reclaimer = reclaimer = Reclaimer(disk, reader, region_bytes, io_timeout_s)
+        self.capacity = capacity = CapacityControl(
+            disk, reclaimer, capacity_bytes, region_bytes, pin_share, max_tenant_bytes
+        )
+        state.adopt(recovery.pins)
+        writer = RegionWriter(disk, reclaimer, region_bytes, self._first_sequence)
+        erase_log = EraseLog(disk, reclaimer, recovery.erased)
+        worker = StoreWorker(disk, writer, reclaimer, erase_log, capacity)
         self._workers = workers = Workers()
-        worker = StoreWorker(common, writer, reclaimer, erase_log, self.capacity)
         workers.start("tier-writer", worker.run)
-        workers.start("tier-syncer", SyncWorker(common, barrier, sync_interval_s).run)
-        workers.start("tier-io", IoWorker(common, reader, num_threads).run, num_threads)
+        workers.start("tier-syncer", SyncWorker(disk, sync_interval_s).run)
+        workers.start("tier-io", IoWorker(disk, reader, num_threads).run, num_threads)
 
     def _open(
-        self, device: FileDevice | None, region_bytes: int, num_threads: int
-    ) -> RecoveryReport:
-        try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unusable(self.directory, error) from error
-        self._directory_lock = DirectoryLock(self.directory)
-        state = self._state
+        self,
+        device: FileDevice | None,
+        capacity_bytes: int,
+        most_bytes: int,
+        region_bytes: int,
+        num_threads: int,
+        clock: Callable[[], float],
+    ) -> Recovery:
+        directory, state = self.directory, self._state
         self._own_device: FileDevice | None = None
         try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unusable(directory, error) from error
+        self._lock = lock = DirectoryLock(directory)
+        try:
             if device is None:
-                allow_regions(self.directory, self._most_bytes, region_bytes)
-                lock = self._directory_lock.directory
-                device = self._own_device = FileDevice(self.directory, lock=lock)
-            self._device = device
-            report = Recovery(
-                self._device,
-                state.namespace,
-                self._capacity.nbytes,
-                state.regions,
-                state.index,
-                self._max_page_bytes,
-                num_threads,
-            ).run()
+                allow_regions(directory, max(capacity_bytes, most_bytes), region_bytes)
+                device = self._own_device = FileDevice(directory, lock=lock.directory)
+            self._device, log = device, OnceLog(logger)
+            self._disk = disk = Disk(
+                directory, device, state, log, lock.is_held, clock, self._io_timeout_s
+            )
+            recovery = Recovery(disk, capacity_bytes, self._max_page_bytes, num_threads)
+            recovery.run()
         except OSError as error:
             self._let_go()
-            raise _unusable(self.directory, error) from error
+            raise _unusable(directory, error) from error
         except BaseException:
             self._let_go()
             raise
-        logger.info("%s recovered: %s", self.directory, report)
+        logger.info("%s recovered: %s", directory, recovery.report)
         state.any_dirty = any(region.dirty for region in state.regions)
-        try:
-            free = self._device.free_bytes() + state.regions.physical_bytes
-        except OSError:
-            free = self._capacity.nbytes  # it was only for the advice
-        if free < self._capacity.nbytes:
-            logger.warning(
-                "%s may take %d bytes but its filesystem has room for %d; it will stay smaller",
-                self.directory,
-                self._capacity.nbytes,
-                free,
-            )
-        return report
+        with contextlib.suppress(OSError):  # it is only for the advice
+            free = device.free_bytes() + state.regions.physical_bytes
+            if free < capacity_bytes:
+                logger.warning(
+                    "%s may take %d bytes but its filesystem has room for %d; it will stay smaller",
+                    directory,
+                    capacity_bytes,
+                    free,
+                )
+        return recovery
 
     @property
     def encoding(self) -> PageEncoding | None:
@@ -244,15 +225,15 @@ class RegionEngine(TierEngine):
         state = self._state
         if state.closed:
             return Health.FAILED
-        health = self._health.state()
+        health, why = self._disk.health()
         if health is Health.RUNNING:
-            self._log.settle("device")
+            self._disk.log.settle("device")
             return health
-        self._log.report(
+        self._disk.log.report(
             "device",
             "%s cannot be used (%s); every lookup misses until it can",
             self.directory,
-            self._health.diagnosis()[1],
+            why,
         )
         with state.lock:
             state.shed(Reason.REJECTED, Reason.IO_ERROR)
@@ -308,7 +289,7 @@ class RegionEngine(TierEngine):
                 else:
                     positions.append(position)
                     num_bytes += length
-            if not positions or not self._health.accepts_stores():
+            if not positions or not self._disk.accepts_stores():
                 state.jobs.finish_with(job, positions, Reason.REJECTED)
             else:
                 state.queue_store(job, positions, lengths, num_bytes)
@@ -354,7 +335,7 @@ class RegionEngine(TierEngine):
 
     def stats(self) -> TierStats:
         health = self.health
-        reason = "" if health is Health.RUNNING else self._health.diagnosis()[1] or "closed"
+        reason = "" if health is Health.RUNNING else self._disk.health()[1] or "closed"
         state = self._state
         with state.lock:
             return TierStats(
@@ -363,7 +344,7 @@ class RegionEngine(TierEngine):
                 num_pages=len(state.index),
                 stored_bytes=state.index.stored_bytes,
                 physical_bytes=state.regions.physical_bytes,
-                capacity_bytes=self._capacity.nbytes,
+                capacity_bytes=state.capacity_bytes,
                 num_pages_stored=state.num_pages_stored,
                 num_pages_loaded=state.num_pages_loaded,
                 num_pages_evicted=self._reclaimer.num_pages_evicted,
@@ -379,7 +360,7 @@ class RegionEngine(TierEngine):
                 num_inflight_jobs=state.jobs.num_inflight,
                 num_tenants=len(state.index.tenants),
                 num_pages_erased=state.num_pages_erased,
-                num_regions_stuck=self._reclaimer.num_stuck,
+                num_regions_stuck=len(self._reclaimer.stuck),
                 reasons=dict(state.jobs.outcomes),
                 store_durations=state.jobs.store_durations.take(),
                 verification_durations=self._reader.verifications.take(),
@@ -409,7 +390,7 @@ class RegionEngine(TierEngine):
         """Change the namespace as the contract says. The bytes of the old namespace stay on disk
         until reclaimed, which takes them first unless ``keep`` says that some later process may
         open it again."""
-        check_namespace(namespace)
+        assert len(namespace) == NAMESPACE_BYTES, f"a namespace of {len(namespace)} bytes"
         state = self._state
         with state.lock:
             state.hide_all(keep=keep)
@@ -545,6 +526,15 @@ class RegionEngine(TierEngine):
         self._state.order(Order(tuple(names), durable))
         return [durable]
 
+    def read_note(self, name: str) -> bytes:
+        """Return what the owner noted last under that name, or nothing. Waits for the disk."""
+        return read_note(lambda: self._device.read_file(name))
+
+    def write_note(self, name: str, data: bytes) -> None:
+        """Replace a note whole, flushed. Waits for the disk. Raises ``OSError``."""
+        assert name in NOTE_NAMES, f"{name} is no name by which files of a shard are recognized"
+        self._device.replace_file(name, data)
+
     def close(self) -> None:
         """Close as the contract says. I/O that hangs is waited for ``io_timeout_s``, then left to
         its thread: its files and the directory lock are then held until the process ends."""
@@ -556,7 +546,7 @@ class RegionEngine(TierEngine):
             state.shed(Reason.CANCELLED, Reason.CANCELLED)
             state.store_ready.notify_all()
             state.io_ready.notify_all()
-        has_ended = self._workers.join(self._close_timeout_s)
+        has_ended = self._workers.join(self._io_timeout_s)
         self._promises.close()
         if not has_ended:
             logger.warning("%s: the device hangs; its files stay open", self.directory)
@@ -569,7 +559,7 @@ class RegionEngine(TierEngine):
     def _let_go(self) -> None:
         if self._own_device is not None:
             self._own_device.release()
-        self._directory_lock.release()
+        self._lock.release()
 
     def check_integrity(self) -> None:
         """Check as the contract says, with the directory's files. Call it while idle."""
@@ -577,8 +567,7 @@ class RegionEngine(TierEngine):
         with state.lock:
             state.check_integrity()
             known = {region.name for region in state.regions}
-            physical_bytes = state.regions.physical_bytes
-        cap = self._capacity.nbytes
+            physical_bytes, cap = state.regions.physical_bytes, state.capacity_bytes
         assert physical_bytes <= cap, f"physical {physical_bytes} > cap {cap}"
         sequences = map(parse_region_name, self._device.list_names())
         ours = {region_name(s) for s in sequences if s is not None and s >= self._first_sequence}

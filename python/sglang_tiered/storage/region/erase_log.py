@@ -21,16 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from sglang_tiered.storage.region.files import ERASED_NAME
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
+    ERASED_NAME,
     newer_format,
     padded,
     parse_region_name,
     verifies,
     with_checksum,
 )
-from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.pending import Note
 from sglang_tiered.storage.region.walk import (
     NOT_A_FILE_ERRNOS,
@@ -45,9 +44,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sglang_tiered.storage.base import Erasure
-    from sglang_tiered.storage.region.device import FileDevice, FileReader
+    from sglang_tiered.storage.region.device import FileReader
+    from sglang_tiered.storage.region.disk import Disk
     from sglang_tiered.storage.region.format import Contents
-    from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.pending import Order
     from sglang_tiered.storage.region.reclaim import Reclaimer
 
@@ -265,25 +264,21 @@ def pack_record(erased: Erased) -> bytes:
     counts = len(tenants), len(ids), len(rows)
     fields = _RECORD.pack(RECORD_MAGIC, nbytes, *erased.everyone, *counts)
     tables = tenants.tobytes(), ids.tobytes(), rows.tobytes()
-    return with_checksum(b"".join((fields, *tables)), nbytes) + _pack_notes(erased)
+    record = with_checksum(b"".join((fields, *tables)), nbytes)
+    if not erased.notes:
+        return record
+    table = np.zeros(len(erased.notes), _NOTE)
+    for row, note in zip(table, erased.notes.values(), strict=True):
+        row["id"], row["until"], row["nbytes"] = np.void(note.id), note.until_s, len(note.data)
+    data = (note.data for note in erased.notes.values())
+    nbytes = _notes_bytes(len(table), erased.notes_bytes)
+    fields = _NOTES.pack(NOTES_MAGIC, nbytes, len(table))
+    return record + with_checksum(b"".join((fields, table.tobytes(), *data)), nbytes)
 
 
 def _notes_bytes(num_notes: int, data_bytes: int) -> int:
     nbytes = _NOTES.size + num_notes * _NOTE.itemsize + data_bytes + _CHECKSUM.size
     return padded(nbytes) if num_notes else 0
-
-
-def _pack_notes(erased: Erased) -> bytes:
-    """Return the record of the notes; nothing where there are none."""
-    nbytes = _notes_bytes(len(erased.notes), erased.notes_bytes)
-    if not nbytes:
-        return b""
-    table = np.zeros(len(erased.notes), _NOTE)
-    for row, note in zip(table, erased.notes.values(), strict=True):
-        row["id"], row["until"], row["nbytes"] = np.void(note.id), note.until_s, len(note.data)
-    data = (note.data for note in erased.notes.values())
-    fields = _NOTES.pack(NOTES_MAGIC, nbytes, len(table))
-    return with_checksum(b"".join((fields, table.tobytes(), *data)), nbytes)
 
 
 def _unpack_notes(data: memoryview) -> tuple[Erased, int] | None:
@@ -388,7 +383,7 @@ def read(device: FileReader) -> Erased:
     return unpack(data) or Erased(everyone=_EVERYWHERE, damaged=True)
 
 
-def drop_gone(device: FileDevice, erased: Erased) -> None:
+def drop_gone(device: FileReader, erased: Erased) -> None:
     """Drop what is said of regions whose files are gone, and notes that are of no use any more,
     but not from the file."""
     erased.drop_expired(time.time())
@@ -397,22 +392,21 @@ def drop_gone(device: FileDevice, erased: Erased) -> None:
     erased.drop_before(first)
 
 
-def rewrite(device: FileDevice, erased: Erased) -> int:
-    """Replace the file by one that says what must be said; returns its size. Raises ``OSError``:
-    what was durable before is then."""
-    drop_gone(device, erased)
-    device.sync_directory()  # what is gone must not come back without what is said of it
+def rewrite(disk: Disk, erased: Erased) -> None:
+    """Replace the file by one that says what must be said. Raises ``OSError``: what was durable
+    before is then."""
+    drop_gone(disk.device, erased)
+    disk.sync_names()  # what is gone must not come back without what is said of it
     data = pack(erased)
     erased.num_bytes = 0
-    device.replace_file(ERASED_NAME, data)
+    disk.replace(ERASED_NAME, data)
     erased.num_bytes = len(data)
-    return len(data)
 
 
 # ---- The writer thread's part ----
 
 
-class EraseLog(StorePart):
+class EraseLog:
     """Owns ``ERASED`` while the store is open: makes erasures durable and gives back what they
     free. On the writer thread, without the lock held.
 
@@ -420,9 +414,8 @@ class EraseLog(StorePart):
     what they held since ``erase`` was called.
     """
 
-    def __init__(self, common: Common, reclaimer: Reclaimer, erased: Erased) -> None:
-        super().__init__(common)
-        self._reclaimer = reclaimer
+    def __init__(self, disk: Disk, reclaimer: Reclaimer, erased: Erased) -> None:
+        self._disk, self._state, self._reclaimer = disk, disk.state, reclaimer
         self._erased = erased
         self._needed_bytes = erased.packed_bytes
         self._state.erased_ids = set(erased.ids)
@@ -458,15 +451,15 @@ class EraseLog(StorePart):
             if not is_there:
                 self._reclaimer.with_room(self._rewrite)
         except OSError as error:
-            self._log.report(
+            self._disk.log.report(
                 "erase",
                 "%s cannot be written (%s): what was erased is hidden, but a restart may bring it "
                 "back; erase it again",
-                self._directory / ERASED_NAME,
+                self._disk.directory / ERASED_NAME,
                 error,
             )
             return False
-        self._log.settle("erase")
+        self._disk.log.settle("erase")
         with self._state.lock:
             self._state.erased_ids.update(new.ids)
             if len(self._state.erased_ids) > 2 * MAX_IDS:
@@ -480,16 +473,17 @@ class EraseLog(StorePart):
         if not start or end > 2 * self._needed_bytes + _SLACK_BYTES:
             return False
         self._erased.num_bytes = 0
-        with self._health.watch():
-            fd = self._device.open(ERASED_NAME)
+        device = self._disk.device
+        with self._disk.watch():
+            fd = device.open(ERASED_NAME)
             try:
-                self.write(fd, [memoryview(record)], start)
-                self._device.sync(fd)
+                self._disk.write(fd, [memoryview(record)], start)
+                device.sync(fd)
                 # Until the next sync, losing the power takes this, and damage to the record then
                 # looks like a torn append.
-                self.write(fd, [memoryview(_pack_head(end))], 0)
+                self._disk.write(fd, [memoryview(_pack_head(end))], 0)
             finally:
-                self._device.close(fd)
+                device.close(fd)
         self._erased.num_bytes = end
         return True
 
@@ -497,11 +491,8 @@ class EraseLog(StorePart):
         erased = self._erased
         if len(erased.rows) + len(erased.tenants) > MANY:
             self._drop_unheld()
-        with self._health.watch():
-            written = rewrite(self._device, erased)
+        rewrite(self._disk, erased)
         self._needed_bytes = erased.packed_bytes
-        with self._state.lock:
-            self._state.bytes_written += written
 
     def _drop_unheld(self) -> None:
         """Drop what no region holds, if all that they hold is known."""
@@ -512,13 +503,12 @@ class EraseLog(StorePart):
         for region, extents in regions:
             if not is_known:
                 return
-            with self._health.watch():  # each by itself: together they may take long
-                contents = all_contents(self._device, region, extents)
+            with self._disk.watch():  # each by itself: together they may take long
+                contents = all_contents(self._disk.device, region, extents)
             if contents is None:
                 return
             found.append((region.sequence, contents))
-        with self._health.watch():
-            self._device.sync_directory()
+        self._disk.sync_names()
         self._erased.keep_needed(found)
 
     def sweep(self) -> None:
@@ -526,5 +516,5 @@ class EraseLog(StorePart):
         with self._state.lock:
             sweeps = self._state.index.tenants.any_dead and not self._state.erases
             is_swept = sweeps and self._state.index.sweep(_SWEPT_ROWS)
-        if is_swept and self.is_ours():
+        if is_swept and self._disk.is_ours():
             self._reclaimer.remove_useless()

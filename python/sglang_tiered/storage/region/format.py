@@ -56,8 +56,90 @@ EXTENT_DTYPE: np.dtype[Any] = np.dtype(
     ]
 )
 
+# ---- Names ----
+
+# Every name that a file of the product can have in a tier directory; no other list of them exists.
+# The code that recognizes a tier directory, looks into a shard or removes one goes by it. A name
+# that is missing here keeps a store without its manifest from being opened, and its shard from
+# being removed.
+
+# Of the tier directory.
+MANIFEST_NAME = "STORE"
+WEIGHTS_NAME = "WEIGHTS"
+SHARD_PREFIX = "shard-"
+LOCK_NAME = "LOCK"  # of a shard too
+
+# Of a shard, beside its regions.
+ERASED_NAME = "ERASED"
+PIN_PREFIX = "PIN-"  # one file for each pin
+PROBE_NAME = "PROBE"
+LENDING_NAME = "LENDING"  # a socket of the process that has the shard open
+NAMESPACE_NAME = "NAMESPACE"
+PAGE_SIZES_NAME = "PAGE-SIZES"
+TEMPORARY_SUFFIX = ".tmp"
+
+NOTE_NAMES = (NAMESPACE_NAME, PAGE_SIZES_NAME)
+EARLIER_NAMES = frozenset({"CHECKPOINT", "CHECKPOINT.tmp"})
+"""Of files that the program wrote before: a start removes them."""
+LEFTOVER_NAMES = frozenset(
+    {
+        PROBE_NAME,
+        LENDING_NAME,
+        *(n + TEMPORARY_SUFFIX for n in (ERASED_NAME, *NOTE_NAMES)),
+        *EARLIER_NAMES,
+    }
+)
+"""Gone from a shard that is closed, unless the process that had it open died in it."""
+IGNORED_NAMES = frozenset({"lost+found"})
+"""The kernel's, not a user's data: a filesystem that is mounted here holds it."""
+
+_SHARD = re.compile(rf"{SHARD_PREFIX}[A-Za-z0-9._-]+")
+_PIN = re.compile(rf"{PIN_PREFIX}[0-9a-f]{{32}}")
+_TIER_NAMES = frozenset({MANIFEST_NAME, WEIGHTS_NAME, LOCK_NAME})
+_TIER_TEMPORARY = re.compile(rf"({MANIFEST_NAME}|{WEIGHTS_NAME})\.tmp-\d+")
+_SHARD_NAMES = LEFTOVER_NAMES | {LOCK_NAME, ERASED_NAME, *NOTE_NAMES}
 # Sequence numbers stay below 2**63, so the one after the largest name still has a name.
 _NAME = re.compile(r"region-([0-7][0-9a-f]{15})\.kv")
+
+
+def region_name(sequence: int) -> str:
+    return f"region-{sequence:016x}.kv"
+
+
+def parse_region_name(name: str) -> int | None:
+    """Return the sequence number in a region's file name; ``None`` for a foreign name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1], 16) if match else None
+
+
+def is_shard_name(name: str) -> bool:
+    """Return whether a directory of that name in a tier directory is a shard."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def is_tier_file(name: str) -> bool:
+    """Return whether a file of that name in a tier directory is the product's."""
+    return name in _TIER_NAMES or is_tier_temporary(name)
+
+
+def is_tier_temporary(name: str) -> bool:
+    """Return whether a process writes a file of a tier directory under that name."""
+    return _TIER_TEMPORARY.fullmatch(name) is not None
+
+
+def is_shard_file(name: str) -> bool:
+    """Return whether a file of that name in a shard is the product's, regions included."""
+    is_listed = name in _SHARD_NAMES or is_pin_name(name.removesuffix(TEMPORARY_SUFFIX))
+    return is_listed or parse_region_name(name) is not None
+
+
+def pin_name(digest: str) -> str:
+    """Return the name of the file of a pin, whose own name has that digest: 32 hex digits."""
+    return f"{PIN_PREFIX}{digest}"
+
+
+def is_pin_name(name: str) -> bool:
+    return _PIN.fullmatch(name) is not None
 
 
 class RegionHeader(NamedTuple):
@@ -163,13 +245,6 @@ class Contents(NamedTuple):
         return matching
 
 
-class Trailer(NamedTuple):
-    nonce: bytes
-    num_extents: int
-    footer_offset: int
-    footer_bytes: int
-
-
 def padded(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
@@ -214,22 +289,6 @@ def min_region_bytes(page_bytes: int) -> int:
 MAX_EXTENT_HEADER_BYTES = extent_header_bytes(MAX_EXTENT_PAGES)
 MIN_REGION_BYTES = 8 * BLOCK_BYTES
 MAX_REGION_BYTES = 1 << 40
-
-
-def region_name(sequence: int) -> str:
-    return f"region-{sequence:016x}.kv"
-
-
-def parse_region_name(name: str) -> int | None:
-    """Return the sequence number in a region's file name; ``None`` for a foreign name."""
-    match = _NAME.fullmatch(name)
-    return int(match[1], 16) if match else None
-
-
-def check_namespace(namespace: bytes) -> None:
-    """Raise ``ValueError`` for a digest of the wrong length, which is a caller's bug."""
-    if len(namespace) != NAMESPACE_BYTES:
-        raise ValueError(f"a namespace has {len(namespace)} bytes, must be {NAMESPACE_BYTES}")
 
 
 def with_checksum(fields: bytes, nbytes: int) -> bytes:
@@ -348,16 +407,17 @@ def unpack_footer(footer: Buffer, nonce: bytes) -> Contents | None:
     return Contents(extents, pages)
 
 
-def pack_trailer(trailer: Trailer) -> bytes:
-    nonce, num_extents, *place = trailer
+def pack_trailer(nonce: bytes, num_extents: int, footer_offset: int, footer_bytes: int) -> bytes:
+    place = footer_offset, footer_bytes
     return _packed(_TRAILER, TRAILER_MAGIC, BLOCK_BYTES, num_extents, nonce, *place)
 
 
-def unpack_trailer(block: Buffer, nonce: bytes, region_bytes: int) -> Trailer | None:
+def unpack_trailer(block: Buffer, nonce: bytes, region_bytes: int) -> tuple[int, int, int] | None:
+    """Return how many extents the footer lists, where it is and how long."""
     fields = _fields(_TRAILER, TRAILER_MAGIC, block)
     if fields is None or fields[1] != nonce:
         return None
     num_extents, _, offset, nbytes = fields
     if nbytes == 0 or nbytes % BLOCK_BYTES or offset + nbytes + BLOCK_BYTES != region_bytes:
         return None
-    return Trailer(nonce, num_extents, offset, nbytes)
+    return num_extents, offset, nbytes

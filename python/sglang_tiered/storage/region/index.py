@@ -11,7 +11,7 @@ dead, which hides them, and ``sweep`` removes their rows in small steps.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from sglang_tiered.storage.region.format import BLOCK_BYTES
 from sglang_tiered.storage.region.regions import TenantTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -31,15 +31,6 @@ _GROWTH = 1.25
 _NO_ROWS = np.zeros(0, np.int32)
 _MAX_ARRAYS = 64
 _LEADING = (16, 240)  # keys looked at first: most lookups of a cold prompt miss at once
-
-
-class Places(NamedTuple):
-    """Where pages are, as parallel lists."""
-
-    slots: list[int]  # of their regions in the region table
-    offsets: list[int]  # bytes within the region
-    lengths: list[int]  # bytes, without padding
-    checksums: list[int]
 
 
 class PageIndex:
@@ -80,12 +71,10 @@ class PageIndex:
         """Return how many pages are in the region of that slot."""
         return int(self._live[slot]) if slot < len(self._live) else 0
 
-    def empty_slots(self, num_slots: int) -> list[int]:
-        """Return which of so many region slots no page is in."""
-        live = np.zeros(num_slots, np.int64)
-        live[: len(self._live)] = self._live[:num_slots]
-        empty: list[int] = np.flatnonzero(live == 0).tolist()
-        return empty
+    @property
+    def live(self) -> npt.NDArray[np.int64]:
+        """Return how many pages are in the region of each slot, of those that ever had one."""
+        return self._live
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
         """Return how many leading keys are held."""
@@ -125,14 +114,12 @@ class PageIndex:
             place = (place[on] + 1) & mask
         return rows
 
-    def places(self, rows: npt.NDArray[np.int64]) -> Places:
-        """Return where the pages of these rows are."""
-        return Places(
-            self._slots[rows].tolist(),
-            (self._blocks[rows].astype(np.int64) * BLOCK_BYTES).tolist(),
-            self._lengths[rows].tolist(),
-            self._checksums[rows].tolist(),
-        )
+    def places(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield where the pages of these rows are: the slot of the region, the offset in it, the
+        bytes without padding, and their checksum."""
+        offsets = self._blocks[rows].astype(np.int64) * BLOCK_BYTES
+        columns = self._slots[rows], offsets, self._lengths[rows], self._checksums[rows]
+        return zip(*(column.tolist() for column in columns), strict=True)
 
     def hit(self, rows: npt.NDArray[np.int64]) -> None:
         """Count a load of each page; reinsertion asks for it."""

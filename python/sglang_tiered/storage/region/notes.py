@@ -1,4 +1,4 @@
-"""``Notes``: small files that the owner of a store keeps beside its regions.
+"""Notes: small files that the owner of a store keeps beside its regions.
 
 Outside the byte cap, never read by the store itself, as private as the pages are.
 """
@@ -11,15 +11,13 @@ import numpy as np
 
 from sglang_tiered.checksummed import seal, unseal
 from sglang_tiered.storage.filesystem import read_small_file
-from sglang_tiered.storage.region.files import NOTE_NAMES, PAGE_SIZES_NAME
 from sglang_tiered.storage.region.walk import persist
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     import numpy.typing as npt
-
-    from sglang_tiered.storage.region.device import FileDevice
 
 
 MAX_PAGE_SIZES = 64
@@ -45,33 +43,17 @@ class PageSize(NamedTuple):
         return np.where(is_whole, stored, np.where(is_told, self.nbytes, -1))
 
 
-def read_note(shard: Path, name: str) -> bytes:
-    """Read a note as ``Notes.read`` does, of a shard that need not be open."""
+def read_note(read: Callable[[], bytes]) -> bytes:
+    """Return what was written last; empty where the note is missing or cannot be read."""
     try:
-        return persist(lambda: read_small_file(shard / name))
+        return persist(read)
     except OSError:
         return b""
 
 
-class Notes:
-    """Small files of one shard. Any thread; all calls wait for the disk."""
-
-    def __init__(self, device: FileDevice) -> None:
-        self._device = device
-
-    def read(self, name: str) -> bytes:
-        """Return what was written last; empty where the note is missing or cannot be read."""
-        try:
-            return persist(lambda: self._device.read_file(name))
-        except OSError:
-            return b""
-
-    def write(self, name: str, data: bytes) -> None:
-        """Replace a note whole, flushed. Raises ``OSError``, and ``ValueError`` for a name that is
-        not in the list of a shard's files, by which files are recognized."""
-        if name not in NOTE_NAMES:
-            raise ValueError(f"{name!r} is not in NOTE_NAMES")
-        self._device.replace_file(name, data)
+def note_of(shard: Path, name: str) -> bytes:
+    """Read a note of a shard that need not be open."""
+    return read_note(lambda: read_small_file(shard / name))
 
 
 def read_page_sizes(data: bytes) -> dict[bytes, PageSize]:
@@ -79,12 +61,11 @@ def read_page_sizes(data: bytes) -> dict[bytes, PageSize]:
     return unseal(data, dict[bytes, PageSize]) or {}
 
 
-def add_page_size(notes: Notes, namespace: bytes, size: PageSize) -> None:
-    """Note the size of a namespace's pages, for who looks into the shard. Raises ``OSError``."""
-    before = read_page_sizes(notes.read(PAGE_SIZES_NAME))
-    if before.get(namespace) == size:
-        return
-    known = {name: one for name, one in before.items() if name != namespace}
+def with_page_size(data: bytes, namespace: bytes, size: PageSize) -> bytes:
+    """Return the note ``PAGE_SIZES_NAME``, saying that too."""
+    known = read_page_sizes(data)
+    if known.get(namespace) == size:
+        return data
+    known.pop(namespace, None)
     known[namespace] = size
-    kept = list(known.items())[-MAX_PAGE_SIZES:]
-    notes.write(PAGE_SIZES_NAME, seal(dict(kept)))
+    return seal(dict(list(known.items())[-MAX_PAGE_SIZES:]))

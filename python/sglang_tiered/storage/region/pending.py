@@ -7,13 +7,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_tiered.checksummed import page_checksum
-from sglang_tiered.storage.region.device import aligned_buffer, batches
-from sglang_tiered.storage.region.format import (
-    BLOCK_BYTES,
-    pack_extent_header,
-    padded,
-)
+from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,11 +19,9 @@ if TYPE_CHECKING:
 
 
 MAX_EXTENT_BYTES = 8 << 20  # of payload: one thread hashes and writes it, and others the next
-_CHUNK_BYTES = 2 << 20  # one write: large enough for bandwidth, short enough for a load to wait
 # One read: an eighth of the load, so that all threads share it, but not too little for a request,
 # nor so much that what is read has left the processor's cache before it is verified.
 _MIN_SPAN_BYTES, _MAX_SPAN_BYTES, _SPREAD = 512 << 10, 4 << 20, 8
-_ZEROS = aligned_buffer(BLOCK_BYTES).toreadonly()
 _nbytes = attrgetter("nbytes")
 
 
@@ -88,12 +80,8 @@ class StoreTicket:
         return self.lengths[self.positions[index]]
 
 
-class Part(NamedTuple):
-    """Consecutive pages of one ticket within one extent."""
-
-    ticket: StoreTicket
-    start: int  # index into the ticket's positions
-    num_pages: int
+Part = tuple[StoreTicket, range]
+"""Consecutive pages of one ticket within one extent, by their indexes in its positions."""
 
 
 @dataclass(eq=False, slots=True)
@@ -144,12 +132,6 @@ class LoadTicket:
     num_spans_left: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class LoadSpan:
-    ticket: LoadTicket
-    wanted: list[Wanted]
-
-
 class Note(NamedTuple):
     """What the owner of a store wants to know of an erasure after a restart, by its name."""
 
@@ -167,32 +149,6 @@ class Order(NamedTuple):
     what: Erasure | None = None
     ids: tuple[int, ...] = ()  # digests of names that it makes known
     notes: tuple[Note, ...] = ()
-
-
-def hashed_writes(write: ExtentWrite) -> Iterator[tuple[int, list[memoryview]]]:
-    """Enter the checksums of an extent's pages, then yield what is to be written: whole blocks, and
-    where they go in the region. The header comes last, or with all pages: where it is found, a
-    death of the process has torn nothing of the extent."""
-    extent = write.extent
-    keys, lengths = extent.pages["key"].tolist(), extent.pages["length"].tolist()
-    extent.pages["checksum"] = [
-        page_checksum(extent.namespace, key, stored_bytes(page, length))
-        for key, page, length in zip(keys, write.pages, lengths, strict=True)
-    ]
-    packed = pack_extent_header(extent, write.region.nonce, write.ordinal)
-    header = aligned_buffer(len(packed))
-    header[:] = packed
-    segments: list[memoryview] = []
-    for page in write.pages:
-        segments.extend(stored_blocks(page, _ZEROS))
-    if extent.end - extent.offset <= _CHUNK_BYTES:
-        yield extent.offset, [header, *segments]
-        return
-    offset = extent.offset + len(packed)
-    for batch, nbytes in batches(segments, _CHUNK_BYTES):
-        yield offset, batch
-        offset += nbytes
-    yield extent.offset, [header]
 
 
 def plan_spans(wanted: Sequence[Wanted]) -> list[list[Wanted]]:

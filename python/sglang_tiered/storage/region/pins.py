@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import struct
 from dataclasses import dataclass, replace
@@ -16,8 +17,14 @@ from sglang_tiered.storage.base import (
     PinRefusal,
     unique_keys,
 )
-from sglang_tiered.storage.region.files import TEMPORARY_SUFFIX, is_pin_name, pin_name
-from sglang_tiered.storage.region.format import CHECKSUM_BYTES, verifies, with_checksum
+from sglang_tiered.storage.region.format import (
+    CHECKSUM_BYTES,
+    TEMPORARY_SUFFIX,
+    is_pin_name,
+    pin_name,
+    verifies,
+    with_checksum,
+)
 from sglang_tiered.storage.region.walk import NOT_A_FILE_ERRNOS, UNREADABLE_ERRNOS, persist
 
 if TYPE_CHECKING:
@@ -221,10 +228,6 @@ class PinBook:
             self.left_out.pop(key, None)
         return [pin.name for pin in changed]
 
-    def _holders_of(self, key: bytes) -> Iterable[str]:
-        found = self._holders.get(key, ())
-        return (found,) if isinstance(found, str) else found
-
     def wanted(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return those keys that a pin wants."""
         return [key for key in keys if key in self._holders]
@@ -275,8 +278,9 @@ class PinBook:
 
     def with_any(self, keys: Iterable[bytes]) -> list[Pin]:
         """Return the pins that want any of these pages."""
-        names = dict.fromkeys(name for key in keys for name in self._holders_of(key))
-        return [self._pins[name] for name in names]
+        found = (self._holders.get(key, ()) for key in keys)
+        sets = ((each,) if isinstance(each, str) else each for each in found)
+        return [self._pins[name] for name in dict.fromkeys(itertools.chain.from_iterable(sets))]
 
     def notes_of(self, tenant: bytes) -> list[tuple[str, bytes]]:
         """Return names and data of a tenant's pins."""

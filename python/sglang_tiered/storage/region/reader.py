@@ -6,14 +6,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.metrics import Durations
 from sglang_tiered.storage.base import Reason, Tier
 from sglang_tiered.storage.region.device import aligned_buffer, copy_page
 from sglang_tiered.storage.region.format import BLOCK_BYTES, padded
-from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.pending import (
     is_encoded,
     page_bytes,
@@ -25,16 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.storage.base import Meter, Page, Run
-    from sglang_tiered.storage.region.part import Common
-    from sglang_tiered.storage.region.pending import LoadSpan, Wanted
+    from sglang_tiered.storage.region.disk import Disk
+    from sglang_tiered.storage.region.pending import LoadTicket, Wanted
 
 
 logger = logging.getLogger(__name__)
-
-
-class SpanResult(NamedTuple):
-    reasons: list[Reason]  # OK, CORRUPT or IO_ERROR, one per page of the span
-    error: OSError | None
 
 
 class OwnersMemory(Protocol):
@@ -55,68 +49,62 @@ class OwnersMemory(Protocol):
         ...
 
 
-class RegionReader(StorePart):
+class RegionReader:
     """Reads spans, on any thread of the store. It has no state beyond a block of scratch.
     ``memory`` is looked at for what is not loaded for requests of this server."""
 
-    def __init__(self, common: Common) -> None:
-        super().__init__(common)
+    def __init__(self, disk: Disk) -> None:
+        self._disk, self._state = disk, disk.state
         self.memory: OwnersMemory | None = None
         self.verifications = Durations()  # of the pages of one span, for statistics
         # Padding of every page of every thread lands here and is never looked at.
         self._scratch = aligned_buffer(BLOCK_BYTES)
         self._staging = threading.local()  # for encoded pages: a span at most
 
-    def load(self, span: LoadSpan) -> None:
+    def load(self, ticket: LoadTicket, wanted: Sequence[Wanted]) -> None:
         """Read a span of a load and settle it. Raises nothing: a job that is never finished would
         keep the caller's memory forever."""
-        if not self.is_ours():  # who has it now may have erased the pages
-            self._finish(span, Reason.IO_ERROR)
-            return
+        state, region = self._state, wanted[0].region
+        is_copied, reasons = False, list[Reason]()  # none: the device was not asked
         try:
-            ticket = span.ticket
-            is_copied = not ticket.for_request and self._copied(ticket.namespace, span.wanted)
-            if not is_copied:
-                asked = () if ticket.is_as_stored else span.wanted
-                stored, meter = self._staged(asked) or span.wanted, ticket.job.run.meter
-                reasons, error = self.read(ticket.namespace, stored, meter, asked)
-                self._decode(span.wanted, stored, reasons)
+            if self._disk.is_ours():  # who has it else may have erased the pages
+                is_copied = not ticket.for_request and self._copied(ticket.namespace, wanted)
+                reasons = [] if is_copied else self._load(ticket, wanted)
         except Exception:
             logger.exception(
-                "%s: internal error while loading pages; they are computed again", self._directory
+                "%s: internal error while loading pages; they are computed again",
+                self._disk.directory,
             )
-            self._finish(span, Reason.IO_ERROR)
-            return
-        if is_copied:
-            self._finish(span, Reason.OK, from_memory=True)
-            return
-        if error is None:
-            self._log.settle("read")
-        else:
-            self._log.report(
-                "read",
-                "%s cannot be read (%s); pages that fail are hidden and computed again",
-                self._directory,
-                error,
+        self._disk.unpin(region)
+        with state.lock:
+            state.hide_failed(wanted, reasons)
+            state.num_pages_from_memory += len(wanted) if is_copied else 0
+            unread = Reason.OK if is_copied else Reason.IO_ERROR
+            state.finish_span(ticket, wanted, reasons or [unread] * len(wanted))
+        if Reason.CORRUPT in reasons:
+            self._disk.log.report(
+                region.name,
+                "%s holds damaged pages; they are forgotten and computed again",
+                self._disk.directory / region.name,
             )
-        self.unpin(span.wanted[0].region)
-        self._settle(span, reasons)
+
+    def _load(self, ticket: LoadTicket, wanted: Sequence[Wanted]) -> list[Reason]:
+        """Read a span, and decode what was read and verified elsewhere into its pages."""
+        asked = () if ticket.is_as_stored else wanted
+        stored = self._staged(asked) or wanted
+        reasons = self.read(ticket.namespace, stored, ticket.job.run.meter, asked)
+        for position, (item, read) in enumerate(zip(wanted, stored, strict=True)):
+            if read.page is not item.page and reasons[position] is Reason.OK:
+                assert self._state.encoding is not None
+                (data,) = stored_bytes(read.page, item.length)
+                reasons[position] = self._state.encoding.decode(data, item.page)
+        return reasons
 
     def may_copy(self, run: Run) -> bool:
         """Whether the owner's memory seems to have all pages of a run. Memory only."""
         return self.memory is not None and self.memory.knows(run.keys)
 
     def _copied(self, namespace: bytes, wanted: Sequence[Wanted]) -> bool:
-        """``_copy``; what fails in it is not the device's, and is read there."""
-        try:
-            return self._copy(namespace, wanted)
-        except Exception:
-            logger.exception(
-                "%s: internal error while copying pages; they are read", self._directory
-            )
-            return False
-
-    def _copy(self, namespace: bytes, wanted: Sequence[Wanted]) -> bool:
         """Fill the pages of a span out of the owner's memory. Returns whether that has all of them;
         if not they are to be read, whatever was filled.
 
@@ -128,17 +116,21 @@ class RegionReader(StorePart):
         memory = self.memory
         if memory is None or any(len(item.page) > 1 for item in wanted):
             return False
-        found = memory.find([item.key for item in wanted])
-        if found is None:
+        try:
+            found = memory.find([item.key for item in wanted]) or ()
+            for item, page in zip(wanted, found, strict=False):
+                if page_bytes(page) != item.length:
+                    return False  # it is stored encoded
+                copy_page(page, item.page[0])
+                if not _verifies(namespace, item):
+                    memory.forget([item.key])
+                    return False
+        except Exception:
+            logger.exception(
+                "%s: internal error while copying pages; they are read", self._disk.directory
+            )
             return False
-        for item, page in zip(wanted, found, strict=True):
-            if page_bytes(page) != item.length:
-                return False  # it is stored encoded
-            copy_page(page, item.page[0])
-            if not _verifies(namespace, item):
-                memory.forget([item.key])
-                return False
-        return True
+        return len(found) == len(wanted)
 
     def _staged(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
         """Return what to read where: an encoded page into memory of this thread."""
@@ -156,59 +148,28 @@ class RegionReader(StorePart):
             start += length
         return stored
 
-    def _decode(
-        self, wanted: Sequence[Wanted], stored: Sequence[Wanted], reasons: list[Reason]
-    ) -> None:
-        """Fill the pages of what was read and verified elsewhere."""
-        encoding = self._state.encoding
-        for position, (item, read) in enumerate(zip(wanted, stored, strict=True)):
-            if read.page is not item.page and reasons[position] is Reason.OK:
-                assert encoding is not None
-                (data,) = stored_bytes(read.page, item.length)
-                reasons[position] = encoding.decode(data, item.page)
-
-    def _finish(self, span: LoadSpan, reason: Reason, *, from_memory: bool = False) -> None:
-        """Finish a span that the device was not asked for; its pages stay indexed."""
-        self.unpin(span.wanted[0].region)
-        with self._state.lock:
-            self._state.num_pages_from_memory += len(span.wanted) if from_memory else 0
-            self._state.finish_span(span, [reason] * len(span.wanted))
-
-    def _settle(self, span: LoadSpan, reasons: Sequence[Reason]) -> None:
-        state = self._state
-        region = span.wanted[0].region
-        report = False
-        with state.lock:
-            for item, reason in zip(span.wanted, reasons, strict=True):
-                if reason in (Reason.CORRUPT, Reason.IO_ERROR) and not region.retired:
-                    state.hide(item, reason)
-                if reason is Reason.IO_ERROR:
-                    break  # the pages behind it were not tried again and stay
-            if Reason.CORRUPT in reasons:
-                report, region.corruption_reported = not region.corruption_reported, True
-            state.finish_span(span, reasons)
-        if report:
-            logger.warning(
-                "%s holds damaged pages; they are forgotten and computed again",
-                self._directory / region.name,
-            )
-
     def read(
         self,
         namespace: bytes,
         span: Sequence[Wanted],
         meter: Meter | None = None,
         asked: Sequence[Wanted] = (),
-    ) -> SpanResult:
-        """Fill the pages of one span, and tell the store's health how that went. ``meter`` is told
-        what checking takes. ``asked`` is what a load wants, where encoded pages are to be decoded
-        from the span."""
-        result = self._read(namespace, span, meter, asked)
-        if result.error is None:
-            self._health.read_succeeded()
+    ) -> list[Reason]:
+        """Fill the pages of one span: each is OK, CORRUPT or an IO_ERROR. ``meter`` is told what
+        checking takes. ``asked`` is what a load wants, where encoded pages are to be decoded from
+        the span."""
+        reasons, error = self._read(namespace, span, meter, asked)
+        self._disk.read_ended(error)
+        if error is None:
+            self._disk.log.settle("read")
         else:
-            self._health.read_failed(result.error)
-        return result
+            self._disk.log.report(
+                "read",
+                "%s cannot be read (%s); pages that fail are hidden and computed again",
+                self._disk.directory,
+                error,
+            )
+        return reasons
 
     def _read(
         self,
@@ -216,7 +177,7 @@ class RegionReader(StorePart):
         span: Sequence[Wanted],
         meter: Meter | None,
         asked: Sequence[Wanted],
-    ) -> SpanResult:
+    ) -> tuple[list[Reason], OSError | None]:
         """A page that does not verify, or whose read failed or came short, is read once more by
         itself before it fails."""
         failure: OSError | None = None
@@ -230,7 +191,10 @@ class RegionReader(StorePart):
             filled = 0
             failure = error
         began = time.monotonic()
-        verified = _intact_pages(namespace, span, filled)
+        verified, left = [], filled
+        for item in span:
+            left -= padded(item.length)
+            verified.append(left >= 0 and _verifies(namespace, item))
         if filled:
             took_s = time.monotonic() - began
             self.verifications.record(took_s)
@@ -246,28 +210,19 @@ class RegionReader(StorePart):
             except OSError as error:
                 # The device is failing: retrying every page of the span would take it forever.
                 rest = len(span) - len(reasons)
-                return SpanResult(reasons + [Reason.IO_ERROR] * rest, error)
+                return reasons + [Reason.IO_ERROR] * rest, error
             is_whole = filled_again and _verifies(namespace, item)
             reasons.append(Reason.OK if is_whole else Reason.CORRUPT)
         recovered = all(reason is Reason.OK for reason in reasons)
-        return SpanResult(reasons, None if recovered else failure)
+        return reasons, None if recovered else failure
 
     def _read_pages(self, span: Sequence[Wanted]) -> int:
         segments: list[memoryview] = []
         for item in span:
             segments.extend(stored_blocks(item.page, self._scratch))
         first = span[0]
-        with self._health.watch():
-            return self._device.readv(first.region.fd, segments, first.offset)
-
-
-def _intact_pages(namespace: bytes, span: Sequence[Wanted], filled: int) -> list[bool]:
-    """Return of each page whether the first ``filled`` bytes brought it, undamaged."""
-    verified = []
-    for item in span:
-        filled -= padded(item.length)
-        verified.append(filled >= 0 and _verifies(namespace, item))
-    return verified
+        with self._disk.watch():
+            return self._disk.device.readv(first.region.fd, segments, first.offset)
 
 
 def _verifies(namespace: bytes, item: Wanted) -> bool:

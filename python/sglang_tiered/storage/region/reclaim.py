@@ -8,22 +8,19 @@ the process dies, a sync fails or the power goes, one copy is found.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import math
-import time
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from sglang_tiered.storage.backoff import Backoff
-from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run
+from sglang_tiered.storage.base import Job, JobKind, Reason, Run
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
 from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.format import MAX_EXTENT_PAGES, padded
-from sglang_tiered.storage.region.part import StorePart
 from sglang_tiered.storage.region.pending import (
     MAX_EXTENT_BYTES,
     StoreTicket,
@@ -36,10 +33,10 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from sglang_tiered.storage.region.disk import Disk
     from sglang_tiered.storage.region.index import PageIndex
-    from sglang_tiered.storage.region.part import Common
     from sglang_tiered.storage.region.reader import RegionReader
-    from sglang_tiered.storage.region.regions import Capacity, Region
+    from sglang_tiered.storage.region.regions import Region
 
 
 _T = TypeVar("_T")
@@ -76,50 +73,18 @@ def choose_victim(
     return victim
 
 
-def choose_own_victim(
-    regions: Iterable[Region], tenant: bytes, pinned: Callable[[Region], int] = lambda region: 0
-) -> Region | None:
-    """Return the first sealed region, the oldest being given first, that holds as much of a tenant
-    as of others. They must not pay for its share: their pages are saved, so no more is written
-    again than the tenant gets. Where it has less, others write more than it does, and reclaim comes
-    round without it. What is ``pinned`` of its own is saved as well, and so counts with the
-    others'."""
-
-    def is_own(region: Region, pinned_bytes: int = 0) -> bool:
-        own = region.tenant_bytes.get(tenant, 0) - pinned_bytes
-        others = sum(region.tenant_bytes.values()) - own
-        return 0 < own >= others <= MAX_SAVED_BYTES and not region.num_foreign
-
-    free = (region for region in regions if _may_go(region) and region.pins == region.syncing)
-    # What is pinned is asked for last, as it takes a look into the index for each region.
-    own = (region for region in free if is_own(region) and is_own(region, pinned(region)))
-    return next(own, None)
-
-
 def _may_go(region: Region) -> bool:
     return region.sealed and region.num_writing == 0
 
 
-class ReinsertionCredit:
-    """What may be saved of the next victim, in bytes. Pure."""
-
-    def __init__(self) -> None:
-        self._bytes = 0.0
-
-    def earn(self, region_bytes: int) -> int:
-        """Count a region of that size that is about to go; returns the credit with its share."""
-        self._bytes = min(
-            self._bytes + region_bytes * REINSERTION_SHARE,
-            region_bytes * _MAX_CREDIT,
-            MAX_SAVED_BYTES,
-        )
-        return int(self._bytes)
-
-    def spend(self, num_bytes: int) -> None:
-        self._bytes -= num_bytes
+def earned_credit(credit_bytes: float, region_bytes: int) -> float:
+    """Return what may be saved of the next victim, in bytes: what is left of before, and the share
+    of a region of that size that is about to go."""
+    earned = credit_bytes + region_bytes * REINSERTION_SHARE
+    return min(earned, region_bytes * _MAX_CREDIT, MAX_SAVED_BYTES)
 
 
-class Reclaimer(StorePart):
+class Reclaimer:
     """Makes room under the cap. Called by the writer thread only, without the lock held.
 
     ``pin_timeout_s`` bounds the wait for readers of a region that is already unlinked. A region
@@ -128,42 +93,30 @@ class Reclaimer(StorePart):
     """
 
     def __init__(
-        self,
-        common: Common,
-        reader: RegionReader,
-        capacity: Capacity,
-        pin_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, disk: Disk, reader: RegionReader, region_bytes: int, pin_timeout_s: float
     ) -> None:
-        super().__init__(common)
-        self._reader = reader
-        self._capacity = capacity
+        self._disk, self._state, self._reader = disk, disk.state, reader
+        self._region_bytes = region_bytes
         self._pin_timeout_s = pin_timeout_s
-        self._clock = clock
-        self._credit = ReinsertionCredit()
+        self._credit_bytes = 0.0
         self.leaving: Region | None = None  # goes once its pinned pages are in the region made last
-        self._stuck: dict[Region, Backoff] = {}  # whose file could not be removed
+        self.stuck: dict[Region, Backoff] = {}  # whose file could not be removed
         self.num_pages_evicted = 0
         self.last_made_s = -math.inf  # when room for a region was asked for
-
-    @property
-    def num_stuck(self) -> int:
-        """Return how many regions have a file that could not be removed yet. Any thread."""
-        return len(self._stuck)
 
     def reserve(self, nbytes: int) -> bool:
         """Reserve room for a new region, evicting as needed; false when nothing can go. While there
         are pins, room for one more stays free, so that pinned pages are written again before their
         region goes. Where that is all there is, ``leaving`` is the region."""
         self.leaving = None
-        self.last_made_s = self._clock()
+        self.last_made_s = self._disk.clock()
         while True:
             with self._state.lock:
-                if self._has_room(nbytes):
+                if self.has_room(nbytes):
                     self._state.regions.reserve(nbytes)
                     return True
                 if self._state.pins.bound_bytes and self._room() >= nbytes:
-                    self.leaving = self._next_leaving()
+                    self.leaving = self.next_leaving()
                     if self.leaving is not None:
                         self._state.regions.reserve(nbytes)
                         return True
@@ -187,22 +140,19 @@ class Reclaimer(StorePart):
         some, none goes."""
         while True:
             with self._state.lock:
-                is_spare = self._room() >= self._capacity.region_bytes
+                is_spare = self._room() >= self._region_bytes
                 victim = None if is_spare else self.next_victim()
             if victim is None or self.has_pinned(victim) or not self.evict(victim):
                 return
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether a region of that size can be made without evicting."""
-        with self._state.lock:
-            return self._has_room(nbytes)
-
-    def _has_room(self, nbytes: int) -> bool:
+        """Return whether a region of that size can be made without evicting. The caller holds the
+        lock."""
         is_spare = len(self._state.pins) and self._state.pins.bound_bytes
         return self._room() >= (2 * nbytes if is_spare else nbytes)
 
     def _room(self) -> int:
-        return self._capacity.nbytes - self._state.regions.physical_bytes
+        return self._state.capacity_bytes - self._state.regions.physical_bytes
 
     def next_victim(self) -> Region | None:
         """Return the region that would go next, which a pin keeps only where one keeps all. The
@@ -210,11 +160,7 @@ class Reclaimer(StorePart):
         return self._choose(self._pinned_in)
 
     def next_leaving(self) -> Region | None:
-        """Return the best victim, if it has pinned pages."""
-        with self._state.lock:
-            return self._next_leaving()
-
-    def _next_leaving(self) -> Region | None:
+        """Return the best victim, if it has pinned pages. The caller holds the lock."""
         victim = self._choose(self._heavy_bytes)
         if victim is None or not self._pinned_in(victim) or self._goes_round(victim):
             return None
@@ -254,14 +200,6 @@ class Reclaimer(StorePart):
                 return gone
         return False
 
-    def give_up(self, nbytes: int) -> bool:
-        """Remove regions of so many bytes, whatever of them the disk gets back; false without."""
-        left = self._state.regions.physical_bytes - nbytes
-        while self._state.regions.physical_bytes > left:
-            if not self.evict_one():
-                return False
-        return True
-
     def with_room(self, write: Callable[[], _T]) -> _T:
         """Write a small file, once more with the room of a region where there is none for it.
         Raises ``OSError``."""
@@ -273,15 +211,27 @@ class Reclaimer(StorePart):
             return write()
 
     def own_victim(self, tenant: bytes) -> Region | None:
-        """Return a region that can make room within a tenant's share at its own cost; None when
-        it has no region that could go."""
+        """Return the oldest region that can make room within a tenant's share, which holds as much
+        of it as of others; None without one. Others must not pay for that share: their pages are
+        saved, so no more is written again than the tenant gets. Where it has less, others write
+        more than it does, and reclaim comes round without it. Its own pinned pages are saved as
+        well, and so count with the others'."""
+        index = self._state.index
+
+        def is_own(region: Region, pinned_bytes: int = 0) -> bool:
+            own = region.tenant_bytes.get(tenant, 0) - pinned_bytes
+            others = sum(region.tenant_bytes.values()) - own
+            return 0 < own >= others <= MAX_SAVED_BYTES and not region.num_foreign
+
         with self._state.lock:
-            index = self._state.index
-            return choose_own_victim(
-                filter(self._may_try, self._state.regions),
-                tenant,
-                lambda region: index.pinned_bytes_of(region.slot, tenant),
-            )
+            for region in filter(self._may_try, self._state.regions):
+                is_free = _may_go(region) and region.pins == region.syncing
+                # What is pinned is asked for last, as it takes a look into the index.
+                if not is_free or not is_own(region):
+                    continue
+                if is_own(region, index.pinned_bytes_of(region.slot, tenant)):
+                    return region
+        return None
 
     def evict(self, victim: Region, besides: bytes | None = None) -> bool | None:
         """Remove a region, and put what is hot or pinned in it, or not of the tenant ``besides``,
@@ -301,7 +251,7 @@ class Reclaimer(StorePart):
 
     def _may_try(self, region: Region) -> bool:
         """Return whether a region may be tried. The caller holds the lock."""
-        pause = self._stuck.get(region)
+        pause = self.stuck.get(region)
         if pause is not None and not pause.is_over:
             return False
         return not self._state.holds_unread(region)
@@ -317,7 +267,7 @@ class Reclaimer(StorePart):
         """Return the regions in which an erasure left nothing, the oldest first. The caller holds
         the lock."""
         state = self._state
-        empty = state.regions.in_slots(state.index.empty_slots(state.regions.num_slots))
+        empty = state.regions.without(state.index.live)
         return [r for r in empty if not (r.num_foreign or state.holds_unread(r))]
 
     def _save(self, victim: Region, besides: bytes | None = None) -> list[StoreTicket] | None:
@@ -325,13 +275,13 @@ class Reclaimer(StorePart):
         and all that are pinned or not of the tenant ``besides``. A page that does not verify is
         left behind. None where pinned pages cannot be read now."""
         state = self._state
-        credit_bytes = self._credit.earn(victim.nbytes)
-        if not self._health.accepts_stores() or self._health.state() is not Health.RUNNING:
+        self._credit_bytes = earned_credit(self._credit_bytes, victim.nbytes)
+        if not (self._disk.accepts_stores() and self._disk.is_running):
             return None if self.has_pinned(victim) else []
 
         def rows(index: PageIndex) -> npt.NDArray[np.int64]:
-            hot = index.hot_rows(victim.slot, credit_bytes)
-            self._credit.spend(index.padded_bytes(hot))
+            hot = index.hot_rows(victim.slot, int(self._credit_bytes))
+            self._credit_bytes -= index.padded_bytes(hot)
             if besides is not None:
                 live = index.live_rows(victim.slot)
                 foreign = [tenant != besides for tenant in index.tenants_of(live)]
@@ -360,15 +310,9 @@ class Reclaimer(StorePart):
             index, namespace = self._state.index, self._state.namespace
             generation = self._state.generation
             found = index.in_order(rows(index))
-            places = index.places(found)
-            columns = (
-                index.tenants_of(found),
-                index.keys(found),
-                places.offsets,
-                places.lengths,
-                places.checksums,
-            )
-            for tenant, key, offset, length, checksum in zip(*columns, strict=True):
+            whose = zip(index.tenants_of(found), index.keys(found), strict=True)
+            places = zip(whose, index.places(found), strict=True)
+            for (tenant, key), (_, offset, length, checksum) in places:
                 group, size = last.get(tenant), padded(length)
                 is_full = sizes[tenant] + size > MAX_EXTENT_BYTES
                 if group is None or is_full or len(group) == MAX_EXTENT_PAGES:
@@ -395,20 +339,14 @@ class Reclaimer(StorePart):
         good: list[Wanted] = []
         for span in plan_spans(placed):
             while span:
-                if self._health.state() is not Health.RUNNING:
+                if not self._disk.is_running:
                     raise OSError(errno.EIO, "pages that are to be moved cannot be read")
-                num_done = 0
-                result = self._reader.read(namespace, span)
+                reasons = self._reader.read(namespace, span)
                 with self._state.lock:
-                    for item, reason in zip(span, result.reasons, strict=True):
-                        num_done += 1
-                        if reason is Reason.OK:
-                            good.append(item)
-                            continue
-                        self._state.hide(item, reason)
-                        if reason is Reason.IO_ERROR:
-                            break  # those behind it were not tried again, and are now
-                del span[:num_done]
+                    num_tried = self._state.hide_failed(span, reasons)
+                tried = zip(span[:num_tried], reasons[:num_tried], strict=True)
+                good += [item for item, reason in tried if reason is Reason.OK]
+                del span[:num_tried]
         return good
 
     def remove(self, region: Region) -> bool:
@@ -418,21 +356,20 @@ class Reclaimer(StorePart):
     def _unlink(self, region: Region) -> bool:
         """Unlink a region's file; false when it cannot be removed, which holds up no other."""
         try:
-            with self._health.watch(), contextlib.suppress(FileNotFoundError):
-                self._device.unlink(region.name, region.fd)
+            self._disk.unlink(region.name, region.fd)
         except OSError as error:
-            self._stuck.setdefault(region, Backoff(self._clock)).fail()
-            self._log.report(
+            self.stuck.setdefault(region, Backoff(self._disk.clock)).fail()
+            self._disk.log.report(
                 "remove",
                 "%s cannot be removed (%s): it stays in service, its room is not given back, and "
                 "it is tried again with growing pauses",
-                self._directory / region.name,
+                self._disk.directory / region.name,
                 error.strerror or error,
             )
             return False
-        self._stuck.pop(region, None)
-        if not self._stuck:
-            self._log.settle("remove")
+        self.stuck.pop(region, None)
+        if not self.stuck:
+            self._disk.log.settle("remove")
         return True
 
     def _retire(self, region: Region, saved: Sequence[StoreTicket] = ()) -> bool:
@@ -447,7 +384,7 @@ class Reclaimer(StorePart):
             self.num_pages_evicted += self._state.index.drop_region(region.slot)
             unused = self._state.regions.retire(region)
         if unused:
-            self.dispose(region)
+            self._disk.dispose(region)
         with self._state.lock:
             return self._state.space_freed.wait_for(lambda: region.fd < 0, self._pin_timeout_s)
 
@@ -465,8 +402,9 @@ class CapacityState(NamedTuple):
     is_shrinking: bool
 
 
-class CapacityControl(StorePart):
-    """Changes the capacity of an open store.
+class CapacityControl:
+    """The capacity of a store, and the shares of it: of pins ``pin_share`` of its regions without
+    two, of a tenant the part that ``max_tenant_bytes`` is of the first capacity.
 
     To raise it is at once. To lower it is the writer thread's work, a region at a time, in the
     order of eviction. The capacity follows what the files take, so a store never grows meanwhile.
@@ -475,89 +413,97 @@ class CapacityControl(StorePart):
 
     def __init__(
         self,
-        common: Common,
+        disk: Disk,
         reclaimer: Reclaimer,
-        capacity: Capacity,
-        clock: Callable[[], float] = time.monotonic,
+        nbytes: int,
+        region_bytes: int,
+        pin_share: float,
+        max_tenant_bytes: int | None,
     ) -> None:
-        super().__init__(common)
-        self._reclaimer = reclaimer
-        self._capacity = capacity
-        self._clock = clock
+        self._disk, self._state, self._reclaimer = disk, disk.state, reclaimer
+        self._region_bytes = region_bytes
+        self._target_bytes = nbytes  # below the capacity while it is lowered
+        self._pin_share = pin_share
+        self._tenant_share = None if max_tenant_bytes is None else max_tenant_bytes / nbytes
         self._num_failures = 0
         self._stopped: tuple[int, int, float] | None = None  # capacity, pinned bytes, and when
+        self._use(nbytes)
+
+    def _use(self, nbytes: int) -> None:
+        state, share = self._state, self._tenant_share
+        state.capacity_bytes = nbytes
+        state.max_tenant_bytes = math.inf if share is None else round(share * nbytes)
+        num_regions = nbytes // self._region_bytes - 2
+        state.set_pin_bound(max(int(self._pin_share * num_regions * self._region_bytes), 0))
 
     def set(self, nbytes: int) -> None:
         """Raise the capacity at once, or have it lowered as far as pins allow. Any thread, memory
         only."""
-        capacity = self._capacity
         with self._state.lock:
-            target = max(nbytes, capacity.region_bytes)
-            if not self.is_due or target < capacity.target_bytes:
+            target = max(nbytes, self._region_bytes)
+            if not self.is_due or target < self._target_bytes:
                 self._num_failures = 0
                 self._stopped = None
-            capacity.target_bytes = target
-            if capacity.target_bytes >= capacity.nbytes:
-                self._use(capacity.target_bytes)
+            self._target_bytes = target
+            if target >= self._state.capacity_bytes:
+                self._use(target)
             self._state.store_ready.notify()
 
     def room(self) -> CapacityState:
         """Return how the store stands now. Any thread, memory only."""
-        capacity, state = self._capacity, self._state
+        state = self._state
         with state.lock:
             held, pinned = state.regions.physical_bytes, state.index.pinned_bytes
-            keeps = min(capacity.least_for(pinned), capacity.nbytes)
-            now = self._clock()
+            keeps = min(self._least(), state.capacity_bytes)
+            now = self._disk.clock()
             if self._stopped is not None:
                 stuck, pinned_then, since = self._stopped
                 is_over = pinned != pinned_then or now - since > _STUCK_S
                 keeps = keeps if is_over else max(keeps, stuck)
             is_written = now - self._reclaimer.last_made_s < _WRITING_S and not self.is_due
-            wants = _WANTED_REGIONS * capacity.region_bytes if is_written else 0
+            wants = _WANTED_REGIONS * self._region_bytes if is_written else 0
             victim = self._reclaimer.next_victim()
             coldest_s = math.inf if victim is None else max(now - victim.used_s, 0.0)
-            return CapacityState(capacity.nbytes, held, keeps, wants, coldest_s, self.is_due)
-
-    @property
-    def is_shrinking(self) -> bool:
-        """Return whether it is being lowered. Any thread, memory only."""
-        with self._state.lock:
-            return self.is_due
+            return CapacityState(state.capacity_bytes, held, keeps, wants, coldest_s, self.is_due)
 
     @property
     def is_due(self) -> bool:
         """Return whether the writer thread must make the store smaller. The caller holds the
         lock."""
-        return self._capacity.target_bytes < self._capacity.nbytes
+        return self._target_bytes < self._state.capacity_bytes
+
+    def _least(self) -> int:
+        """Return the capacity whose bound on pins is no lower than what is pinned now."""
+        pinned_bytes = self._state.index.pinned_bytes
+        if not pinned_bytes or not self._pin_share:
+            return self._region_bytes
+        regions = math.ceil(pinned_bytes / self._pin_share / self._region_bytes)
+        return (regions + 2) * self._region_bytes
 
     def step(self) -> None:
         """Remove one region, or end where nothing more may go. The writer thread."""
-        capacity, state = self._capacity, self._state
+        state = self._state
         with state.lock:
-            limit = max(capacity.target_bytes, capacity.least_for(state.index.pinned_bytes))
+            limit = max(self._target_bytes, self._least())
             held, victim = state.regions.physical_bytes, None
             if held > limit:
                 victim = self._reclaimer.next_victim()
                 if victim is not None and state.index.pinned_in(victim.slot):
                     victim = None
-        may_go = victim is not None and self.is_ours() and self._health.accepts_stores()
+        may_go = victim is not None and self._disk.is_ours() and self._disk.accepts_stores()
         if victim is not None and may_go and not self._reclaimer.evict(victim):
             self._num_failures += 1  # its file or its readers keep it
             may_go = self._num_failures < _MAX_VICTIMS
         with state.lock:
             held = state.regions.physical_bytes
             # Pins that came during the eviction were allowed by the bound of before.
-            limit = max(limit, capacity.least_for(state.index.pinned_bytes))
+            limit = max(limit, self._least())
             if not may_go:
                 # With pins a region stays free, so that theirs are written again before they go.
-                spare = capacity.region_bytes if len(state.pins) else 0
+                spare = self._region_bytes if len(state.pins) else 0
                 limit = max(limit, held + spare if held > limit else limit)
-                if limit > capacity.target_bytes:
-                    stopped_at = min(limit, capacity.nbytes)
-                    self._stopped = stopped_at, state.index.pinned_bytes, self._clock()
-                capacity.target_bytes = min(limit, capacity.nbytes)
-            self._use(min(capacity.nbytes, max(limit, held)))
-
-    def _use(self, nbytes: int) -> None:
-        self._capacity.nbytes = nbytes
-        self._state.set_pin_bound(self._capacity.pin_bound_bytes)
+                stopped_at = min(limit, state.capacity_bytes)
+                if limit > self._target_bytes:
+                    self._stopped = stopped_at, state.index.pinned_bytes, self._disk.clock()
+                self._target_bytes = stopped_at
+            self._use(min(state.capacity_bytes, max(limit, held)))

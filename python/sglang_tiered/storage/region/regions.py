@@ -5,7 +5,6 @@ Nothing here locks: the owner's lock guards every call.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import numpy as np
 from sglang_tiered.storage.region.format import region_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
@@ -42,7 +41,6 @@ class Region:
     pins: int = 0
     syncing: bool = False  # one of the pins is the syncer's
     retired: bool = False
-    corruption_reported: bool = False
     num_foreign: int = 0  # pages that no lookup finds now, but another namespace may later
     tenant_bytes: dict[bytes, int] = field(default_factory=dict)  # payload placed, with padding
     unread: set[bytes] = field(default_factory=set)  # pinned pages whose read failed; hidden
@@ -63,7 +61,7 @@ class RegionTable:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._regions: dict[int, Region] = {}  # by sequence, the oldest first
         self._slots: list[Region | None] = []
         self.physical_bytes = 0
@@ -85,19 +83,18 @@ class RegionTable:
         assert region is not None, f"region slot {slot} is not in use"
         return region
 
-    @property
-    def num_slots(self) -> int:
-        return len(self._slots)
-
-    def in_slots(self, slots: Iterable[int]) -> list[Region]:
-        """Return the regions in those of these slots that are in use, the oldest first."""
-        found = (self._slots[slot] for slot in slots)
+    def without(self, live: npt.NDArray[np.int64]) -> list[Region]:
+        """Return the regions that no page is in, the oldest first; ``live`` counts the pages by
+        slot."""
+        counts = np.zeros(len(self._slots), np.int64)
+        counts[: len(live)] = live[: len(counts)]
+        found = (self._slots[slot] for slot in np.flatnonzero(counts == 0))
         return sorted(filter(None, found), key=lambda region: region.sequence)
 
     def add(self, region: Region) -> None:
         """Adopt a region whose bytes were reserved before, and give it a slot."""
         assert region.sequence not in self._regions, f"{region.name} is there twice"
-        region.used_s = self._clock()
+        region.used_s = self.clock()
         self._regions[region.sequence] = region
         if None in self._slots:
             region.slot = self._slots.index(None)
@@ -116,17 +113,6 @@ class RegionTable:
     def reserve(self, nbytes: int) -> None:
         """Count room for a region to come; negative where it does not come."""
         self.physical_bytes += nbytes
-
-    def set_aside(self, nbytes: int) -> None:
-        """Count a file that takes room and is no region of the table."""
-        self.aside_bytes += nbytes
-        self.physical_bytes += nbytes
-
-    def use(self, regions: Iterable[Region]) -> None:
-        """Note that pages of these regions are of use."""
-        now = self._clock()
-        for region in regions:
-            region.used_s = now
 
     def pin(self, region: Region) -> None:
         """Keep the region's descriptor open until the matching ``unpin``."""
@@ -173,35 +159,6 @@ class RegionTable:
             assert self.physical_bytes == taken, f"physical {self.physical_bytes}, regions {taken}"
             pinned = [region.name for region in self if region.pins or region.num_writing]
             assert not pinned, f"pinned while idle: {pinned}"
-
-
-class Capacity:
-    """The bounds of a store. The store's lock guards it."""
-
-    def __init__(
-        self, nbytes: int, region_bytes: int, pin_share: float, max_tenant_bytes: int | None
-    ) -> None:
-        self.nbytes = self.target_bytes = nbytes
-        self.region_bytes = region_bytes
-        self._pin_share = pin_share
-        self._tenant_share = None if max_tenant_bytes is None else max_tenant_bytes / nbytes
-
-    @property
-    def pin_bound_bytes(self) -> int:
-        regions = self.nbytes // self.region_bytes - 2
-        return max(int(self._pin_share * regions * self.region_bytes), 0)
-
-    @property
-    def max_tenant_bytes(self) -> int | None:
-        """Return a tenant's share of the capacity of now."""
-        return None if self._tenant_share is None else round(self._tenant_share * self.nbytes)
-
-    def least_for(self, pinned_bytes: int) -> int:
-        """Return the capacity whose bound on pins is no lower than that."""
-        if not pinned_bytes or not self._pin_share:
-            return self.region_bytes
-        regions = math.ceil(pinned_bytes / self._pin_share / self.region_bytes)
-        return (regions + 2) * self.region_bytes
 
 
 class TenantTable:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -19,7 +20,6 @@ from sglang_tiered.storage.jobs import JobBook
 from sglang_tiered.storage.region.index import PageIndex, key_words
 from sglang_tiered.storage.region.pending import (
     ExtentWrite,
-    LoadSpan,
     LoadTicket,
     Order,
     StoreTicket,
@@ -50,10 +50,9 @@ class StoreState:
     def __init__(
         self,
         namespace: bytes,
-        pin_bound_bytes: int = 0,
-        wall_clock: Callable[[], float] = time.time,
         encoding: PageEncoding | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.encoding = encoding
         self.lock = threading.Lock()
@@ -67,7 +66,9 @@ class StoreState:
         self.written_all = False  # closed, and the writer has nothing left under way
         self.index = PageIndex()
         self.regions = RegionTable(clock)
-        self.pins = PinBook(pin_bound_bytes, wall_clock)
+        self.capacity_bytes = 0
+        self.max_tenant_bytes = math.inf
+        self.pins = PinBook(0, wall_clock)
         self.jobs = JobBook()
         self.stores: deque[StoreTicket] = deque()
         self.orders: deque[Order] = deque()  # served ahead of all stores
@@ -77,10 +78,9 @@ class StoreState:
         self.to_write: deque[ExtentWrite] = deque()  # those that no thread has begun
         self.encodings: deque[Callable[[], None]] = deque()  # of the extent being placed
         self.num_writes = 0  # that the device is at
-        self.loads: deque[LoadSpan] = deque()
+        self.loads: deque[tuple[LoadTicket, list[Wanted]]] = deque()  # spans of loads
         self.let_go: deque[Region] = deque()  # of loads that were shed: readers unpin them
         self.syncs: list[Future[bool]] = []  # of callers that wait for all to be durable
-        self.syncing = False  # the syncer is at work and pins regions
         self.any_dirty = False  # some region has been published to since the last sync
         self.pending: dict[bytes, StoreTicket] = {}
         self.queued_store_bytes = 0
@@ -119,7 +119,7 @@ class StoreState:
         durable, ahead of all stores: none of what is meant waits among them any more. ``ids`` are
         digests of names to remember with it, and ``notes`` what the owner says of such."""
         placed = itertools.chain(self.placing, *(write.parts for write in self.writes))
-        under_way = {*self.stores, *(part.ticket for part in placed)}
+        under_way = {*self.stores, *(ticket for ticket, _ in placed)}
         if what.keys is not None:
             gone = set(what.keys)
             pins = self.unpin_pages(what.keys)
@@ -167,12 +167,17 @@ class StoreState:
         ticket.positions[:] = kept
         return was_queued and not ticket.num_left
 
-    def hide(self, item: Wanted, reason: Reason) -> None:
-        """Hide a page that could not be loaded, or a bad sector would fail the same load for ever.
-        An error is no damage, though: where a pin wants the page, its region is to stay."""
-        self.index.drop(item.key, item.region.slot, item.offset)
-        if reason is Reason.IO_ERROR:
-            item.region.unread.update(self.pins.wanted([item.key]))
+    def hide_failed(self, wanted: Sequence[Wanted], reasons: Sequence[Reason]) -> int:
+        """Hide pages that could not be loaded, or a bad sector would fail the same load for ever.
+        Returns how many were tried: those behind an error were not, and stay. An error is no
+        damage, though: where a pin wants the page, its region is to stay."""
+        for number, (item, reason) in enumerate(zip(wanted, reasons, strict=False)):
+            if reason in (Reason.CORRUPT, Reason.IO_ERROR) and not item.region.retired:
+                self.index.drop(item.key, item.region.slot, item.offset)
+            if reason is Reason.IO_ERROR:
+                item.region.unread.update(self.pins.wanted([item.key]))
+                return number + 1
+        return len(wanted)
 
     def holds_unread(self, region: Region) -> bool:
         """Return whether a region holds what may be the only copy of a page that a pin wants, and
@@ -307,10 +312,6 @@ class StoreState:
         write.done = True
         self.store_ready.notify()
 
-    def end_write(self, num_bytes: int) -> None:
-        self.num_writes -= 1
-        self.bytes_written += num_bytes
-
     def take_out(self, write: ExtentWrite) -> None:
         """Count an extent as under way no longer."""
         self.writes.remove(write)
@@ -322,12 +323,11 @@ class StoreState:
         pages, offsets = write.extent.pages, write.extent.page_offsets()
         region = write.region
         start = 0
-        for part in write.parts:
-            ticket, rows = part.ticket, slice(start, start + part.num_pages)
-            start += part.num_pages
-            placed = range(part.start, part.start + part.num_pages)
-            num_bytes = sum(map(ticket.length, placed))
-            keys = [ticket.key(index) for index in placed]
+        for ticket, indexes in write.parts:
+            rows = slice(start, start + len(indexes))
+            start += len(indexes)
+            num_bytes = sum(map(ticket.length, indexes))
+            keys = list(map(ticket.key, indexes))
             places, entries = offsets[rows], pages[rows]
             if ticket.forgotten:
                 seen = [key not in ticket.forgotten for key in keys]
@@ -350,12 +350,12 @@ class StoreState:
             else:
                 region.num_foreign += len(keys)  # perhaps: of the namespace before
             if ticket.reinserted:
-                self.num_pages_reinserted += part.num_pages
+                self.num_pages_reinserted += len(indexes)
                 self.bytes_reinserted += num_bytes
             else:
-                self.num_pages_stored += part.num_pages
+                self.num_pages_stored += len(indexes)
                 self.bytes_stored += num_bytes
-            self._settle(part, Reason.OK)
+            self._settle(ticket, indexes, Reason.OK)
         region.num_writing -= 1
         self.note_dirty(region)
 
@@ -368,10 +368,10 @@ class StoreState:
 
     def fail_parts(self, parts: Sequence[Part], reason: Reason) -> None:
         """Settle pages that were placed but are not in the log."""
-        for part in parts:
-            for index in range(part.start, part.start + part.num_pages):
-                self._drop_pending(part.ticket, index)
-            self._settle(part, reason)
+        for ticket, indexes in parts:
+            for index in indexes:
+                self._drop_pending(ticket, index)
+            self._settle(ticket, indexes, reason)
 
     def drop_rest(self, ticket: StoreTicket, reason: Reason) -> None:
         """Settle what has no place yet of a store that has left the queue."""
@@ -387,11 +387,10 @@ class StoreState:
         if self.pending.get(key) is ticket:
             del self.pending[key]
 
-    def _settle(self, part: Part, reason: Reason) -> None:
-        ticket = part.ticket
-        for index in range(part.start, part.start + part.num_pages):
+    def _settle(self, ticket: StoreTicket, indexes: range, reason: Reason) -> None:
+        for index in indexes:
             ticket.job.reasons[ticket.positions[index]] = reason
-        ticket.num_settled += part.num_pages
+        ticket.num_settled += len(indexes)
         self._finish_if_settled(ticket)
 
     def _finish_if_settled(self, ticket: StoreTicket) -> None:
@@ -408,27 +407,21 @@ class StoreState:
         in just these."""
         rows = self.index.find(key_words(run.keys))
         positions = np.flatnonzero(rows >= 0)
-        places = self.index.places(rows[positions])
+        places = zip(positions.tolist(), self.index.places(rows[positions]), strict=True)
+        may_decode = self.encoding is not None and not stored_lengths
         wanted = []
-        for i, position in enumerate(positions.tolist()):
+        for position, (slot, offset, length, checksum) in places:
             page = run.pages[position]
             asked = stored_lengths[position] if stored_lengths else page_bytes(page)
-            may_decode = self.encoding is not None and not stored_lengths
-            if places.lengths[i] == asked or (places.lengths[i] < asked and may_decode):
-                wanted.append(
-                    Wanted(
-                        position,
-                        run.keys[position],
-                        self.regions.at(places.slots[i]),
-                        places.offsets[i],
-                        places.lengths[i],
-                        places.checksums[i],
-                        page,
-                    )
-                )
+            if length == asked or (length < asked and may_decode):
+                region = self.regions.at(slot)
+                key = run.keys[position]
+                wanted.append(Wanted(position, key, region, offset, length, checksum, page))
         if not stored_lengths:
             self.index.hit(rows[[item.position for item in wanted]])
-            self.regions.use({item.region for item in wanted})
+            now = self.regions.clock()
+            for item in wanted:
+                item.region.used_s = now
         return wanted
 
     def queue_load(
@@ -439,13 +432,14 @@ class StoreState:
         for wanted in spans:
             region = wanted[0].region
             self.regions.pin(region)
-            queue(LoadSpan(ticket, wanted))
+            queue((ticket, wanted))
         self.io_ready.notify(len(spans))
 
-    def finish_span(self, span: LoadSpan, reasons: Sequence[Reason]) -> None:
+    def finish_span(
+        self, ticket: LoadTicket, wanted: Sequence[Wanted], reasons: Sequence[Reason]
+    ) -> None:
         """Record the outcome of one span; the load is done with its last one."""
-        ticket = span.ticket
-        for item, reason in zip(span.wanted, reasons, strict=True):
+        for item, reason in zip(wanted, reasons, strict=True):
             ticket.job.reasons[item.position] = reason
             if reason is Reason.OK and ticket.for_request:
                 self.num_pages_loaded += 1
@@ -461,13 +455,13 @@ class StoreState:
         """Empty both queues. Queued stores are settled as far as they have no place yet. The caller
         may be the scheduler, so the readers unpin the regions of the loads: that may close a file,
         for which a disk that hangs takes its time too."""
-        for ticket in self.stores:
-            self.drop_rest(ticket, store_reason)
+        for store in self.stores:
+            self.drop_rest(store, store_reason)
         self.stores.clear()
         self._shed_unbegun_writes(store_reason)
-        for span in self.loads:
-            self.let_go.append(span.wanted[0].region)
-            self.finish_span(span, [load_reason] * len(span.wanted))
+        for ticket, wanted in self.loads:
+            self.let_go.append(wanted[0].region)
+            self.finish_span(ticket, wanted, [load_reason] * len(wanted))
         self.loads.clear()
         self.io_ready.notify_all()
 
@@ -489,7 +483,8 @@ class StoreState:
         queued = self.stores or self.erases or self.writes
         idle = self.jobs.num_inflight == 0 and not queued
         self.index.check_integrity({region.slot: region.nbytes for region in self.regions})
-        being_let_go = self.syncing or self.let_go or self.regions.retiring_bytes
+        is_syncing = any(region.syncing for region in self.regions)
+        being_let_go = is_syncing or self.let_go or self.regions.retiring_bytes
         self.regions.check_integrity(idle=idle and not being_let_go)
         if idle:
             assert not self.pending, f"{len(self.pending)} keys pending while idle"

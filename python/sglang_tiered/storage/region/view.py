@@ -81,7 +81,7 @@ class RegionView:
         """Return whether reads for requests here wait for a reader: those for others would make
         them wait longer."""
         with self._state.lock:  # which is the scheduler's too: the first one is enough
-            return any(span.ticket.for_request for span in self._state.loads)
+            return any(ticket.for_request for ticket, _ in self._state.loads)
 
     def find(self, keys: Sequence[bytes]) -> list[StoredPage | None]:
         """Return each page, or None where it is not held."""
@@ -120,12 +120,8 @@ class RegionView:
 
     def _pages(self, rows: npt.NDArray[np.int64], used: npt.NDArray[np.bool_]) -> list[StoredPage]:
         index = self._state.index
-        places = index.places(rows)
-        columns = (
-            index.keys(rows),
-            places.lengths,
-            index.tenants_of(rows),
-            used.tolist(),
-            places.checksums,
-        )
-        return [StoredPage(*values) for values in zip(*columns, strict=True)]
+        whose = index.keys(rows), index.tenants_of(rows), used.tolist(), index.places(rows)
+        return [
+            StoredPage(key, length, tenant, is_used, checksum)
+            for key, tenant, is_used, (_, _, length, checksum) in zip(*whose, strict=True)
+        ]

@@ -33,10 +33,10 @@ from sglang_tiered.storage.region.format import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from sglang_tiered.storage.region.device import FileDevice, FileReader
-    from sglang_tiered.storage.region.format import RegionHeader, Trailer
+    from sglang_tiered.storage.region.format import RegionHeader
     from sglang_tiered.storage.region.regions import Region
 
 
@@ -197,17 +197,18 @@ class RegionScan:
         self.is_sealed = True
         # The longest footer there can be: every block a page, every second one an extent header.
         num_blocks = self.nbytes // BLOCK_BYTES
-        if trailer.footer_bytes > footer_bytes(num_blocks // 2, num_blocks):
+        num_extents, footer_at, nbytes = trailer
+        if nbytes > footer_bytes(num_blocks // 2, num_blocks):
             self.report("trailer", offset, BLOCK_BYTES, "is impossible")
             return None
-        footer = self.read(trailer.footer_offset, aligned_buffer(trailer.footer_bytes))
+        footer = self.read(footer_at, aligned_buffer(nbytes))
         contents = None if footer is None else unpack_footer(footer, self.nonce)
         if contents is None:
             what = UNREADABLE if footer is None else "does not verify"
         else:
-            what = _misfit(contents, trailer)
+            what = _misfit(contents, footer_at, num_extents)
         if what:
-            self.report("footer", trailer.footer_offset, trailer.footer_bytes, what)
+            self.report("footer", footer_at, nbytes, what)
             return None
         return contents
 
@@ -256,15 +257,31 @@ class RegionScan:
     def bad_pages(self, extent: Extent, *, gives_up: bool = False) -> list[int]:
         """Return the positions of the pages whose bytes do not verify. One that ``gives_up`` looks
         no further than the first read that fails, as a device may take seconds for each."""
-        has_failed = False
-
-        def read(offset: int, buffer: memoryview) -> memoryview | None:
-            nonlocal has_failed
-            found = None if has_failed and gives_up else self.read(offset, buffer)
-            has_failed = has_failed or found is None
-            return found
-
-        return list(_bad_pages(read, extent, self._window))
+        window, bad = self._window, list[int]()
+        loaded_at = loaded = 0  # the window holds [loaded_at, loaded_at + loaded) of the region
+        end, pages, has_failed = extent.end, extent.pages, False
+        columns = extent.page_offsets(), pages["length"], pages["key"], pages["checksum"]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for index, (start, length, key, checksum) in enumerate(rows):
+            state = xxhash.xxh3_64(extent.namespace + key)
+            position, stop = start, start + length
+            while position < stop:
+                if not loaded_at <= position < loaded_at + loaded:
+                    loaded_at = position
+                    # Behind a read that fails: perhaps only what follows this page cannot be read.
+                    for size in (end - position, padded(stop - position)):
+                        loaded = min(window.nbytes, size)
+                        if has_failed and gives_up or self.read(position, window[:loaded]) is None:
+                            has_failed, loaded = True, 0
+                        else:
+                            break
+                    if not loaded:
+                        break
+                state.update(window[position - loaded_at : min(stop - loaded_at, loaded)])
+                position = min(stop, loaded_at + loaded)
+            if position < stop or state.intdigest() != checksum:
+                bad.append(index)
+        return bad
 
     def read(self, offset: int, buffer: memoryview) -> memoryview | None:
         """Fill the buffer with whole blocks; None if they are damaged or missing."""
@@ -301,43 +318,16 @@ def _is_blank(block: memoryview) -> bool:
     return block.tobytes().count(0) == block.nbytes
 
 
-def _misfit(contents: Contents, trailer: Trailer) -> str:
+def _misfit(contents: Contents, footer_at: int, num_extents: int) -> str:
     """Return why a footer that verifies cannot be of this region; empty where it can."""
     starts = np.concatenate([[BLOCK_BYTES], contents.ends()])
     extents = contents.extents
     wrong = (extents["offset"] != starts[:-1]) | (extents["num_pages"] > MAX_EXTENT_PAGES)
     if wrong.any():
         return f"lists no extent at {starts[wrong.argmax()]}"
-    if starts[-1] > trailer.footer_offset or len(extents) != trailer.num_extents:
+    if starts[-1] > footer_at or len(extents) != num_extents:
         return "does not fit its trailer"
     return ""
-
-
-def _bad_pages(
-    read: Callable[[int, memoryview], memoryview | None], extent: Extent, window: memoryview
-) -> Iterator[int]:
-    """Yield the positions of an extent's pages whose bytes do not verify. ``read`` fills a buffer
-    from an offset in the region; None where it cannot."""
-    loaded_at = loaded = 0  # the window holds [loaded_at, loaded_at + loaded) of the region
-    end, pages = extent.end, extent.pages
-    columns = extent.page_offsets(), pages["length"], pages["key"], pages["checksum"]
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    for index, (start, length, key, checksum) in enumerate(rows):
-        state = xxhash.xxh3_64(extent.namespace + key)
-        position, stop = start, start + length
-        while position < stop:
-            if not loaded_at <= position < loaded_at + loaded:
-                loaded_at, loaded = position, min(window.nbytes, end - position)
-                if read(loaded_at, window[:loaded]) is None:
-                    # Perhaps only what lies behind this page cannot be read.
-                    loaded = min(window.nbytes, padded(stop - position))
-                    if read(loaded_at, window[:loaded]) is None:
-                        loaded = 0
-                        break
-            state.update(window[position - loaded_at : min(stop - loaded_at, loaded)])
-            position = min(stop, loaded_at + loaded)
-        if position < stop or state.intdigest() != checksum:
-            yield index
 
 
 def all_contents(device: FileDevice, region: Region, extents: Sequence[Extent]) -> Contents | None:

@@ -24,7 +24,7 @@ import numpy as np
 from sglang_tiered.codecs.encoded import spread
 from sglang_tiered.storage.base import NO_TENANT, Reason
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
-from sglang_tiered.storage.region.device import aligned_buffer, write_fully
+from sglang_tiered.storage.region.device import aligned_buffer
 from sglang_tiered.storage.region.erase_log import Bound
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
@@ -33,7 +33,6 @@ from sglang_tiered.storage.region.format import (
     Contents,
     Extent,
     RegionHeader,
-    Trailer,
     extent_header_bytes,
     fits_region,
     pack_footer,
@@ -43,21 +42,18 @@ from sglang_tiered.storage.region.format import (
     page_table,
     region_name,
 )
-from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, Part, page_bytes
+from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES, ExtentWrite, page_bytes
 from sglang_tiered.storage.region.reclaim import MAX_SAVED_BYTES
-from sglang_tiered.storage.region.regions import Capacity, Region
+from sglang_tiered.storage.region.regions import Region
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.storage.base import Page
     from sglang_tiered.storage.encoding import PageEncoding
-    from sglang_tiered.storage.region.device import FileDevice
-    from sglang_tiered.storage.region.part import Common
-    from sglang_tiered.storage.region.pending import StoreTicket
+    from sglang_tiered.storage.region.disk import Disk
+    from sglang_tiered.storage.region.pending import Part, StoreTicket
     from sglang_tiered.storage.region.reclaim import Reclaimer
-    from sglang_tiered.storage.region.sync_worker import Barrier
 
     Stored = list[tuple[Page, int]]
 
@@ -96,34 +92,25 @@ def _in_blocks(encoded: list[Page], pages: list[Page]) -> Stored:
     return found
 
 
-def write_footer(device: FileDevice, region: Region, contents: Contents) -> int:
-    """Write footer and trailer; returns the bytes written. Raises ``OSError`` when the device
-    refuses; the region is readable all the same, and recovery walks it instead."""
+def write_footer(disk: Disk, region: Region, contents: Contents) -> None:
+    """Write footer and trailer. Raises ``OSError`` when the device refuses; the region is readable
+    all the same, and recovery walks it instead."""
     footer = pack_footer(contents, region.nonce)
     offset = region.nbytes - BLOCK_BYTES - len(footer)
     assert region.tail <= offset, f"{region.name}: footer at {offset} over tail {region.tail}"
-    trailer = pack_trailer(Trailer(region.nonce, len(contents.extents), offset, len(footer)))
-    return write_fully(device, region.fd, [memoryview(footer + trailer)], offset)
+    trailer = pack_trailer(region.nonce, len(contents.extents), offset, len(footer))
+    disk.write(region.fd, [memoryview(footer + trailer)], offset)
 
 
-class RegionWriter(StorePart):
+class RegionWriter:
     """Owns the open region. Call its methods without the lock held, unless one says otherwise."""
 
     def __init__(
-        self,
-        common: Common,
-        reclaimer: Reclaimer,
-        barrier: Barrier,
-        region_bytes: int,
-        next_sequence: int,
-        capacity: Capacity,
+        self, disk: Disk, reclaimer: Reclaimer, region_bytes: int, next_sequence: int
     ) -> None:
-        super().__init__(common)
-        self._reclaimer = reclaimer
-        self._barrier = barrier
+        self._disk, self._state, self._reclaimer = disk, disk.state, reclaimer
         self._region_bytes = region_bytes
         self._next_sequence = next_sequence
-        self._capacity = capacity
         self._region: Region | None = None
         self._num_pages = 0  # in the open region
         self._num_failures = 0  # writes in a row at the open region's tail
@@ -135,8 +122,11 @@ class RegionWriter(StorePart):
         neither the cap nor the disk has room."""
         region = self._region
         if region is not None:
-            usable = self._num_failures < _MAX_WRITE_FAILURES and not region.suspect
-            if usable and self._is_intact(region):
+            is_usable = self._num_failures < _MAX_WRITE_FAILURES and not region.suspect
+            if is_usable:
+                with self._disk.watch():
+                    is_usable = self._disk.device.is_intact(region.fd, region.nbytes)
+            if is_usable:
                 return
             # The file was deleted or cut, the device rejects this place, or a sync was lost.
             self.roll()
@@ -150,15 +140,10 @@ class RegionWriter(StorePart):
         while leaving is not None:
             if not self._relocate(leaving, self._region) or not self._reclaimer.evict(leaving):
                 break
-            if self._reclaimer.has_room(self._region_bytes):
-                break
-            leaving = self._reclaimer.next_leaving()
-
-    @property
-    def _is_full(self) -> bool:
-        """Return whether pages go for what is stored, be it for the cap, the disk or a tenant's
-        share. A region or two are looked at, as a share is not full at the same place in each."""
-        return self._reclaimer.num_pages_evicted > self._num_evicted[0]
+            with self._state.lock:
+                if self._reclaimer.has_room(self._region_bytes):
+                    break
+                leaving = self._reclaimer.next_leaving()
 
     def rescue(self, victim: Region) -> None:
         """Write the pinned pages of a region again at the end of the log, with nothing under way.
@@ -205,8 +190,8 @@ class RegionWriter(StorePart):
         failure = failure or next((write.error for write in writes if write.error), None)
         try:
             if writes and failure is None:
-                self._barrier.sync(region)
-                self._barrier.sync_names([region])
+                self._disk.sync(region)
+                self._disk.sync_names([region])
         except OSError as error:
             failure = error
         if failure is not None:
@@ -243,7 +228,10 @@ class RegionWriter(StorePart):
         count = payload = 0
         while stores:
             ticket = stores[0]
-            if parts and (ticket.job.cancelled or not _alike(ticket, parts[0].ticket)):
+            whose = ticket.namespace, ticket.tenant
+            first = parts[0][0] if parts else ticket
+            is_other = whose != (first.namespace, first.tenant)
+            if parts and (ticket.job.cancelled or is_other):
                 break
             room = self.share_left(ticket)
             taken = 0
@@ -253,7 +241,7 @@ class RegionWriter(StorePart):
                     break
                 count, payload, taken = count + 1, payload + size, taken + 1
             if taken:
-                parts.append(Part(ticket, ticket.num_placed, taken))
+                parts.append((ticket, range(ticket.num_placed, ticket.num_placed + taken)))
                 ticket.num_placed += taken
             if ticket.num_left:
                 break
@@ -265,12 +253,10 @@ class RegionWriter(StorePart):
         """Return the payload bytes that a store's tenant may still place. Pinned pages that reclaim
         saved were there before, and stay where the share has become smaller since. The caller holds
         the lock."""
-        tenant = ticket.tenant
-        is_kept = ticket.reinserted and len(self._state.pins)
-        most = self._capacity.max_tenant_bytes
-        if most is None or tenant == NO_TENANT or is_kept:
+        tenant, is_kept = ticket.tenant, ticket.reinserted and len(self._state.pins)
+        if tenant == NO_TENANT or is_kept:
             return math.inf
-        return most - self._state.regions.tenant_bytes.get(tenant, 0)
+        return self._state.max_tenant_bytes - self._state.regions.tenant_bytes[tenant]
 
     def _fits(self, region: Region, count: int, payload: int) -> bool:
         if count > 1 and payload > MAX_EXTENT_BYTES:
@@ -301,7 +287,7 @@ class RegionWriter(StorePart):
     def _extent_of(self, parts: list[Part]) -> ExtentWrite:
         region = self._region
         assert region is not None
-        places = [(p.ticket, p.start + offset) for p in parts for offset in range(p.num_pages)]
+        places = [(ticket, index) for ticket, indexes in parts for index in indexes]
         pages = [ticket.page(index) for ticket, index in places]
         lengths = [ticket.length(index) for ticket, index in places]
         memory_bytes = sum(lengths)
@@ -314,14 +300,17 @@ class RegionWriter(StorePart):
                 pages[row], lengths[row] = page, length
         keys = [ticket.key(index) for ticket, index in places]
         table = page_table([(key, length, 0) for key, length in zip(keys, lengths, strict=True)])
-        first = parts[0].ticket
+        first, _ = parts[0]
         extent = Extent(region.tail, first.namespace, table, first.tenant)
         return ExtentWrite(region, extent, len(region.extents), parts, pages, memory_bytes)
 
     def _encoded(self, encoding: PageEncoding, pages: list[Page]) -> Stored:
         """Return what to store of pages, and of how many bytes. Threads that write help where they
         are free: those of a device that hangs are not."""
-        state, is_full = self._state, self._is_full
+        state = self._state
+        # Whether pages go for what is stored, be it for the cap, the disk or a tenant's share. A
+        # region or two are looked at, as a share is not full at the same place in each.
+        is_full = self._reclaimer.num_pages_evicted > self._num_evicted[0]
         size = max(1, -(-len(pages) // _NUM_SHARES))
         shares = [pages[start : start + size] for start in range(0, len(pages), size)]
         ends: list[Future[Stored]] = [Future() for _ in shares]
@@ -396,19 +385,16 @@ class RegionWriter(StorePart):
             return
         with self._state.lock:
             extents, region.extents = region.extents, []
-        written = 0
         try:
             if not region.suspect:
-                with self._health.watch():
-                    written = write_footer(self._device, region, Contents.of(extents))
+                write_footer(self._disk, region, Contents.of(extents))
         except OSError as error:
             logger.warning(
                 "%s could not be sealed (%s); the next start walks it",
-                self._directory / region.name,
+                self._disk.directory / region.name,
                 error,
             )
         with self._state.lock:
-            self._state.bytes_written += written
             self._state.note_dirty(region)
 
     def abandon(self) -> None:
@@ -427,19 +413,15 @@ class RegionWriter(StorePart):
             self._reclaimer.remove(region)
         self.roll()
 
-    def _is_intact(self, region: Region) -> bool:
-        with self._health.watch():
-            return self._device.is_intact(region.fd, region.nbytes)
-
     def _create(self) -> Region:
         if not self._reclaimer.reserve(self._region_bytes):
             raise OSError(errno.ENOSPC, "the cap leaves no room for a region")
         try:
             return self._create_reserved()
         except OSError as error:
-            # So much and no more: where unlinks give no room (a snapshot or a hard link keeps the
+            # One and no more: where unlinks give no room (a snapshot or a hard link keeps the
             # blocks) further ones would give none either.
-            if error.errno not in FULL_ERRNOS or not self._reclaimer.give_up(self._region_bytes):
+            if error.errno not in FULL_ERRNOS or not self._reclaimer.evict_one():
                 raise
             if not self._reclaimer.reserve(self._region_bytes):
                 raise
@@ -454,8 +436,8 @@ class RegionWriter(StorePart):
         header = RegionHeader(self._region_bytes, sequence, nonce, time.time_ns())
         name = region_name(sequence)
         try:
-            with self._health.watch():
-                fd = self._device.create(name, self._region_bytes)
+            with self._disk.watch():
+                fd = self._disk.device.create(name, self._region_bytes)
         except OSError:
             with self._state.lock:
                 self._state.regions.reserve(-self._region_bytes)
@@ -464,14 +446,9 @@ class RegionWriter(StorePart):
         with self._state.lock:
             self._state.regions.add(region)
         try:
-            self.write(fd, [memoryview(pack_region_header(header))], 0)
+            self._disk.write(fd, [memoryview(pack_region_header(header))], 0)
         except OSError:
             region.sealed = True  # and useless: where it cannot go now, it goes before all others
             self._reclaimer.remove(region)
             raise
         return region
-
-
-def _alike(one: StoreTicket, other: StoreTicket) -> bool:
-    """Return whether an extent may hold pages of both."""
-    return (one.namespace, one.tenant) == (other.namespace, other.tenant)

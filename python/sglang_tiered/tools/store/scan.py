@@ -27,14 +27,16 @@ from sglang_tiered.storage.filesystem import regular
 from sglang_tiered.storage.region import erase_log, pins
 from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.directory import DirectoryState, inspect, manifest_version
-from sglang_tiered.storage.region.files import (
+from sglang_tiered.storage.region.format import (
     ERASED_NAME,
     LOCK_NAME,
     MANIFEST_NAME,
     SHARD_PREFIX,
+    Contents,
     is_shard_file,
+    parse_region_name,
+    region_name,
 )
-from sglang_tiered.storage.region.format import Contents, parse_region_name, region_name
 from sglang_tiered.storage.region.walk import Problem, RegionScan
 
 if TYPE_CHECKING:

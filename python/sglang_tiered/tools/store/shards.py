@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.progress import Progress, TransferSpeedColumn
 
 from sglang_tiered.flags import format_bytes
-from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
-from sglang_tiered.storage.region.format import FORMAT_VERSION
-from sglang_tiered.storage.region.notes import read_note, read_page_sizes
+from sglang_tiered.storage.region.format import FORMAT_VERSION, PAGE_SIZES_NAME
+from sglang_tiered.storage.region.notes import note_of, read_page_sizes
 from sglang_tiered.tools.store.report import (
     age,
     digest,
@@ -137,7 +136,7 @@ class _ShardSums:
         self._versions: Counter[int] = Counter()
         self._problems: list[dict[str, Any]] = []
         self._notes: list[str] = []
-        sizes = read_page_sizes(read_note(reader.shard, PAGE_SIZES_NAME))
+        sizes = read_page_sizes(note_of(reader.shard, PAGE_SIZES_NAME))
         self._told = {namespace: _ToldOf(noted) for namespace, noted in sizes.items()}
 
     def add(self, view: ScannedRegion) -> None:

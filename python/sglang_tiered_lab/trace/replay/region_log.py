@@ -25,7 +25,7 @@ from sglang_tiered.storage.region.format import (
 )
 from sglang_tiered.storage.region.index import choose_reinsertion
 from sglang_tiered.storage.region.pending import MAX_EXTENT_BYTES
-from sglang_tiered.storage.region.reclaim import ReinsertionCredit
+from sglang_tiered.storage.region.reclaim import earned_credit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +62,7 @@ class RegionLog:
         self._next_sequence = 0
         self._held: dict[int, int] = {}  # to the sequence of its region, one object per region
         self._hits: dict[int, int] = {}  # loads since it was written, if any
-        self._credit = ReinsertionCredit()
+        self._credit_bytes = 0.0
         self.num_stored = 0
         self.num_reinserted = 0
         self.num_evicted = 0
@@ -211,13 +211,16 @@ class RegionLog:
                 hot.append((position, hits.pop(unit)))
         self.num_evicted += len(region.units)
         self.bytes_evicted += sum(region.lengths)
-        credit = self._credit.earn(self._region_bytes)
+        self._credit_bytes = earned_credit(self._credit_bytes, self._region_bytes)
         if not hot:
             return [], []
         sizes = np.array([padded(region.lengths[position]) for position, _ in hot], np.int64)
         counts = np.array([count for _, count in hot], np.uint8)
-        chosen = sorted(hot[row][0] for row in choose_reinsertion(counts, sizes, credit).tolist())
-        self._credit.spend(sum(padded(region.lengths[position]) for position in chosen))
+        chosen = sorted(
+            hot[row][0]
+            for row in choose_reinsertion(counts, sizes, int(self._credit_bytes)).tolist()
+        )
+        self._credit_bytes -= sum(padded(region.lengths[position]) for position in chosen)
         lengths = [region.lengths[position] for position in chosen]
         self.num_reinserted += len(chosen)
         self.bytes_reinserted += sum(lengths)

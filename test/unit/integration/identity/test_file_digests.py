@@ -15,7 +15,7 @@ import pytest
 from sglang_tiered.checksummed import seal
 from sglang_tiered.integration.identity import file_digests
 from sglang_tiered.integration.identity.file_digests import SETTLED_NS, FileDigests, SeenFile, see
-from sglang_tiered.storage.region.files import WEIGHTS_NAME
+from sglang_tiered.storage.region.format import WEIGHTS_NAME
 
 TIMEOUT_S = 20.0
 SIZE = 3 << 20

@@ -35,7 +35,7 @@ from sglang_tiered.integration.storage.tiers import open_shard
 from sglang_tiered.remote_config import PeerConfig
 from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.promises import is_true
-from sglang_tiered.storage.region.files import NAMESPACE_NAME
+from sglang_tiered.storage.region.format import NAMESPACE_NAME
 
 TIMEOUT_S = 20.0
 

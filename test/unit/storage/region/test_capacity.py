@@ -160,7 +160,7 @@ def test_saved_pages_are_written_amid_a_shrink(
     opens: Open, device: FaultyDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not held in memory, a tenth of all that goes, until it ends."""
-    monkeypatch.setattr("sglang_tiered.storage.region.store_worker._MAX_WRITING_BYTES", 8 * PAGE)
+    monkeypatch.setattr("sglang_tiered.storage.region.workers._MAX_WRITING_BYTES", 8 * PAGE)
     written = []  # of what was saved, whenever a region goes
     engine = opens(40, device=device)
     for run in fill(engine, range(38)):

@@ -92,19 +92,6 @@ def test_a_store_of_the_old_namespace_stays_invisible(
     reopened.close()
 
 
-WRONG: list[dict[str, Any]] = [
-    *({"namespace": b"short"}, {"region_bytes": 5000}, {"region_bytes": 4096}),
-    *({"capacity_bytes": REGION - 1}, {"num_threads": 1}),
-]
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_sizes_that_cannot_work(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"region_bytes|namespace|num_threads"):
-        open_region(tmp_path / "s", **(SIZES | wrong))
-    assert not (tmp_path / "s").exists()
-
-
 def test_loads_do_not_wait_behind_stores(gated: RegionEngine, gate: Gate) -> None:
     gate.opened.set()
     held = make_run(1, [4096])

@@ -37,25 +37,23 @@ def test_a_cap_beyond_the_hard_limit_is_explained(
     open_engine(tmp_path, 3000).close()  # whose lock is free
 
 
-def test_the_soft_limit_rises_only_to_the_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("num_held", "capacity", "soft"),
+    [
+        (0, 500, 1024),  # it rises only to the need
+        (0, 2000, 2000 + 10 + 512),
+        (600, 1000, 600 + 700 + 10 + 512),  # of an earlier run, half the size of those to come
+    ],
+)
+def test_the_soft_limit_rises_to_the_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_held: int, capacity: int, soft: int
 ) -> None:
     limits = limited(monkeypatch, 1024, 4096)
-    open_engine(tmp_path, 500).close()
-    assert limits[-1] == (1024, 4096)
-    open_engine(tmp_path, 2000).close()
-    assert limits[-1] == (2000 + 10 + 512, 4096)
-
-
-def test_files_of_an_earlier_run_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = limited(monkeypatch, 1024, 4096)
-    for sequence in range(600):  # half the size of those to come
+    for sequence in range(num_held):
         with open(tmp_path / region_name(sequence), "wb") as file:
             file.truncate(REGION // 2)
-    directory.allow_regions(tmp_path, 1000 * REGION, REGION)
-    assert limits[-1][0] == 600 + 700 + 10 + 512
+    directory.allow_regions(tmp_path, capacity * REGION, REGION)
+    assert limits[-1] == (soft, 4096)
 
 
 def test_no_limit_at_all_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

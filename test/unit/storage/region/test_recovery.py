@@ -10,12 +10,10 @@ import pytest
 
 from kit.faulty import Fault, FaultyDevice
 from kit.runs import NAMESPACE, make_run
-from kit.tiers import open_region, store
+from kit.tiers import open_disk, open_region, store
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.region.device import FileDevice
-from sglang_tiered.storage.region.index import PageIndex
 from sglang_tiered.storage.region.recovery import Recovery, RecoveryReport
-from sglang_tiered.storage.region.regions import RegionTable
 
 REGION = 64 * 1024
 CAPACITY = 8 * REGION
@@ -35,17 +33,16 @@ def fill(directory: Path, num_regions: int) -> None:
     engine.close()
 
 
-def run_recovery(
-    directory: Path, namespace: bytes = NAMESPACE, device: FileDevice | None = None
-) -> RecoveryReport:
-    device = device or FileDevice(directory)
-    regions, index = RegionTable(), PageIndex()
-    report = Recovery(device, namespace, CAPACITY, regions, index, REGION).run()
-    index.check_integrity({region.slot: region.nbytes for region in regions})
+def run_recovery(directory: Path, namespace: bytes = NAMESPACE) -> RecoveryReport:
+    disk = open_disk(directory, namespace=namespace)
+    recovery = Recovery(disk, CAPACITY, REGION)
+    recovery.run()
+    regions = disk.state.regions
+    disk.state.index.check_integrity({region.slot: region.nbytes for region in regions})
     regions.check_integrity(idle=True)
     for region in regions:
-        device.close(region.fd)
-    return report
+        disk.device.close(region.fd)
+    return recovery.report
 
 
 def test_a_start_removes_an_earlier_checkpoint(directory: Path) -> None:

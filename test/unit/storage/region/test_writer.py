@@ -82,7 +82,7 @@ def test_no_extent_takes_the_room_of_its_footer(bench: Bench) -> None:
     assert header is not None
     trailer = unpack_trailer(data[-BLOCK_BYTES:], header.nonce, REGION)
     assert trailer is not None, "not sealed"
-    contents = unpack_footer(data[trailer.footer_offset : -BLOCK_BYTES], header.nonce)
+    contents = unpack_footer(data[trailer[1] : -BLOCK_BYTES], header.nonce)
     assert contents is not None
     extents = contents.extents
     assert extents["offset"].tolist() == [BLOCK_BYTES]

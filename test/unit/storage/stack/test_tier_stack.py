@@ -328,7 +328,7 @@ def test_flush_outlasts_a_pause_of_nvme(still: TierStack) -> None:
     run = make_run(1, PAGES)
     store(still, run)
     assert isinstance(still.nvme, RegionEngine)
-    still.nvme._health.fault("a test")  # for a second
+    still.nvme._disk.fault("a test")  # for a second
     assert still.nvme.health is not Health.RUNNING
     assert still.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
 

@@ -11,8 +11,7 @@ import pytest
 from kit.commands import Cli
 from kit.runs import make_run
 from kit.stores import SIZES, digest
-from sglang_tiered.storage.region.files import MANIFEST_NAME
-from sglang_tiered.storage.region.format import region_name
+from sglang_tiered.storage.region.format import MANIFEST_NAME, region_name
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from kit.stores import REGION, SIZES, keep, keep_again, open_engine
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.directory import STORE_VERSION, prepare, shard_path
-from sglang_tiered.storage.region.files import ERASED_NAME, LOCK_NAME
-from sglang_tiered.storage.region.notes import PageSize, add_page_size
+from sglang_tiered.storage.region.format import ERASED_NAME, LOCK_NAME, PAGE_SIZES_NAME
+from sglang_tiered.storage.region.notes import PageSize, with_page_size
 from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader, find_holder
 
 PAYLOAD = 12_288 + 12_000 + 9_000
@@ -52,7 +52,8 @@ def test_tokens_of_ranks_count_once(cli: Cli, tmp_path: Path) -> None:
     prepare(tmp_path)
     for rank, num_runs in enumerate((1, 2)):
         engine = open_engine(shard_path(tmp_path, f"tp{rank}of2-pp0of1-dp0-0"))
-        add_page_size(engine.notes, NAMESPACE, PageSize(64, SIZES[0], 1, ()))
+        size = PageSize(64, SIZES[0], 1, ())
+        engine.write_note(PAGE_SIZES_NAME, with_page_size(b"", NAMESPACE, size))
         keep(engine, *(make_run(seed, SIZES) for seed in range(num_runs)))
     _, report = stat(cli, tmp_path)
     assert [shard["tokens"] for shard in report["shards"]] == [3 * 64, 6 * 64]
@@ -66,7 +67,8 @@ def test_copies_and_erased_pages_are_no_tokens(
     cli: Cli, shard: Path, others: tuple[int, ...] | None
 ) -> None:
     engine = open_engine(shard)
-    add_page_size(engine.notes, NAMESPACE, PageSize(64, SIZES[0], 1, others))
+    size = PageSize(64, SIZES[0], 1, others)
+    engine.write_note(PAGE_SIZES_NAME, with_page_size(b"", NAMESPACE, size))
     assert engine.erase(Erasure.of(make_run(0, SIZES).keys[:1])).result(20.0)
     engine.close()
     keep_again(open_engine(shard), 1)

@@ -17,12 +17,12 @@ from kit.runs import make_run
 from kit.stores import REGION, SIZES, flip, open_engine, store
 from sglang_tiered.storage.base import Erasure, PinRefusal
 from sglang_tiered.storage.region.device import FileReader
-from sglang_tiered.storage.region.files import ERASED_NAME, PIN_PREFIX
 from sglang_tiered.storage.region.format import (
     BLOCK_BYTES,
+    ERASED_NAME,
+    PIN_PREFIX,
     Contents,
     RegionHeader,
-    Trailer,
     pack_footer,
     pack_region_header,
     pack_trailer,
@@ -116,15 +116,15 @@ def reseal(change: Callable[[Contents], Contents]) -> Forge:
         contents = change(contents)
         footer = pack_footer(contents, header.nonce)
         offset = REGION - BLOCK_BYTES - len(footer)
-        trailer = Trailer(header.nonce, len(contents.extents), offset, len(footer))
-        data[offset:] = footer + pack_trailer(trailer)
+        trailer = pack_trailer(header.nonce, len(contents.extents), offset, len(footer))
+        data[offset:] = footer + trailer
 
     return forge
 
 
 def footer_at(offset: int, size: int) -> Forge:
     def forge(data: bytearray, header: RegionHeader) -> None:
-        data[-BLOCK_BYTES:] = pack_trailer(Trailer(header.nonce, 1, offset, size))
+        data[-BLOCK_BYTES:] = pack_trailer(header.nonce, 1, offset, size)
 
     return forge
 

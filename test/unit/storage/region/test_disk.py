@@ -1,4 +1,5 @@
-"""The syncer thread outlives an unforeseen exception, and makes up for what it cost."""
+"""The health of a device, beside what ``test_region_faults.py`` sees of it; and the syncer thread,
+which outlives an unforeseen exception and makes up for what it cost."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 from kit.clock import Clock
 from kit.faulty import Fault, FaultyDevice, fail_once
 from kit.runs import make_run
-from kit.tiers import open_region, store
+from kit.tiers import open_disk, open_region, store
 from sglang_tiered.storage.base import Erasure, Health
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine, writer
@@ -20,6 +21,7 @@ from sglang_tiered.storage.region.device import FileDevice
 
 TIMEOUT_S = 10.0
 REGION = 64 * 1024
+ERROR = OSError(5, "Input/output error")
 
 
 @pytest.fixture
@@ -117,3 +119,28 @@ def test_reclaim_waits_for_no_other_sync(tmp_path: Path) -> None:
         flushing.join(TIMEOUT_S)
         engine.close()
     assert flushed == [True], "one of them went before its sync"
+
+
+def test_only_three_failed_reads_in_a_row_pause(tmp_path: Path) -> None:
+    clock = Clock(50.0)
+    disk = open_disk(tmp_path, clock)
+    for _ in range(20):
+        disk.read_ended(ERROR)
+        disk.read_ended(ERROR)
+        disk.read_ended(None)
+    assert disk.is_running
+    for _ in range(3):
+        disk.read_ended(ERROR)
+    disk.read_ended(None)  # begun before the incident; proves nothing
+    assert disk.health() == (Health.MISS_ONLY, "reads fail: Input/output error")
+    clock.now += 1.0
+    assert disk.is_running
+
+
+def test_watch_forgets_io_that_failed(tmp_path: Path) -> None:
+    clock = Clock(50.0)
+    disk = open_disk(tmp_path, clock)
+    with pytest.raises(OSError, match="no"), disk.watch():
+        raise OSError("no")
+    clock.now += 100.0
+    assert disk.is_running

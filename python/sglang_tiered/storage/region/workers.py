@@ -1,8 +1,11 @@
-"""What the writer thread does: places stores in the log and settles what was written."""
+"""What the threads of a store do: one places stores in the log, some read and write, one syncs.
+
+Durable means against loss of power; death of the process loses nothing that was written. Periodic
+syncs and barriers have a thread of their own, so the writer never waits for a flush.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import logging
@@ -10,23 +13,24 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from sglang_tiered.checksummed import page_checksum
 from sglang_tiered.storage.base import Reason
 from sglang_tiered.storage.filesystem import FULL_ERRNOS
 from sglang_tiered.storage.promises import keep
-from sglang_tiered.storage.region.device import write_fully
-from sglang_tiered.storage.region.format import padded
-from sglang_tiered.storage.region.part import StorePart
-from sglang_tiered.storage.region.pending import hashed_writes
+from sglang_tiered.storage.region.device import aligned_buffer, batches
+from sglang_tiered.storage.region.format import BLOCK_BYTES, pack_extent_header, padded
+from sglang_tiered.storage.region.pending import stored_blocks, stored_bytes
 from sglang_tiered.storage.region.pins import file_of, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from sglang_tiered.storage.region.disk import Disk
     from sglang_tiered.storage.region.erase_log import EraseLog
-    from sglang_tiered.storage.region.part import Common
-    from sglang_tiered.storage.region.pending import ExtentWrite, LoadSpan, StoreTicket
+    from sglang_tiered.storage.region.pending import ExtentWrite, Order, StoreTicket
     from sglang_tiered.storage.region.reader import RegionReader
     from sglang_tiered.storage.region.reclaim import CapacityControl, Reclaimer
+    from sglang_tiered.storage.region.regions import Region
     from sglang_tiered.storage.region.writer import RegionWriter
 
 
@@ -34,28 +38,30 @@ logger = logging.getLogger(__name__)
 
 _MAX_WRITING_BYTES = 64 << 20  # placed and not settled: enough that its threads never starve
 _SWEEP_PAUSE_S = 0.001  # a lock that is taken again at once never reaches those that wait for it
+_CHUNK_BYTES = 2 << 20  # one write: large enough for bandwidth, short enough for a load to wait
+_ZEROS = aligned_buffer(BLOCK_BYTES).toreadonly()
 
 
-class StoreWorker(StorePart):
+class StoreWorker:
     """Takes stores in order of submission; its ``run`` is the writer thread. It never ends by an
     exception: a job that is never finished would keep the caller's memory forever."""
 
     def __init__(
         self,
-        common: Common,
+        disk: Disk,
         writer: RegionWriter,
         reclaimer: Reclaimer,
         erase_log: EraseLog,
         capacity: CapacityControl,
     ) -> None:
-        super().__init__(common)
+        self._disk, self._state = disk, disk.state
         self._writer = writer
-        self._capacity = capacity
         self._reclaimer = reclaimer
         self._erase_log = erase_log
-        self._pin_files = PinFiles(common, reclaimer)
+        self._capacity = capacity
         self._head: StoreTicket | None = None  # that is being placed
         self._out_of_space = False  # nothing can be placed until what is written is settled
+        self._unsettled: set[str] = set()  # pins whose files are not as the book says
 
     def run(self) -> None:
         """Store until the store is closed and all that was placed is settled."""
@@ -64,7 +70,9 @@ class StoreWorker(StorePart):
         try:
             self._writer.finish()
         except Exception:
-            logger.exception("%s: internal error while closing; recovery walks it", self._directory)
+            logger.exception(
+                "%s: internal error while closing; recovery walks it", self._disk.directory
+            )
         with self._state.lock:
             self._state.written_all = True
             self._state.sync_ready.notify()
@@ -81,7 +89,7 @@ class StoreWorker(StorePart):
             reason = self._failed(error)
         except Exception:
             logger.exception(
-                "%s: internal error while storing pages; they are dropped", self._directory
+                "%s: internal error while storing pages; they are dropped", self._disk.directory
             )
             reason = Reason.IO_ERROR
         with state.lock:
@@ -132,13 +140,13 @@ class StoreWorker(StorePart):
 
     def _place(self) -> None:
         state = self._state
-        is_ours = self.is_ours()
+        is_ours = self._disk.is_ours()
         with state.lock:
             head = self._head = state.next_store
             if head is None:
                 return
             reason = None
-            if not self._health.accepts_stores() or not is_ours:
+            if not self._disk.accepts_stores() or not is_ours:
                 reason = Reason.REJECTED
             elif head.job.cancelled:
                 reason = Reason.CANCELLED
@@ -202,9 +210,9 @@ class StoreWorker(StorePart):
         with state.lock:
             state.publish(write)
         self._writer.settled(write)
-        self._health.stores.succeed()
-        self._log.settle("store")
-        self._log.settle("space")
+        self._disk.stores.succeed()
+        self._disk.log.settle("store")
+        self._disk.log.settle("space")
 
     def _settle_failed(self, first: ExtentWrite, error: OSError) -> None:
         """Fail extents behind a hole, which recovery could not find, or retry with new room."""
@@ -225,122 +233,104 @@ class StoreWorker(StorePart):
         self._writer.rewind(failed, reason)
 
     def _failed(self, error: OSError) -> Reason:
-        self._health.stores.fail()
+        disk = self._disk
+        disk.stores.fail()
         if error.errno in FULL_ERRNOS:
-            self._log.report(
+            disk.log.report(
                 "space",
                 "%s has no room for another page (%s); stores are dropped until it has",
-                self._directory,
+                disk.directory,
                 error.strerror,
             )
             return Reason.NO_SPACE
-        self._log.report(
+        disk.log.report(
             "store",
             "%s cannot be written (%s); stores are dropped and retried with growing pauses",
-            self._directory,
+            disk.directory,
             error,
         )
         return Reason.IO_ERROR
+
+    # ---- Orders ----
 
     def _obey(self) -> None:
         """Serve all orders that wait, and take out the pins whose time is over."""
         state = self._state
         with state.lock:
             names = state.expire()
-            orders = []
+            orders: list[Order] = []
             if not (state.erases and state.writes):
                 orders, state.orders = list(state.orders), deque()
         names += [name for order in orders for name in order.pins]
         erasing = [order for order in orders if order.what is not None]
         try:
-            if not self.is_ours():
+            if not self._disk.is_ours():
                 return
             # The log's end is where what is meant ends.
             bound = self._writer.log_end() if erasing else None
             if any(order.what is not None and order.what.is_everything for order in erasing):
                 self._writer.abandon()
-            self._pin_files.settle(names)
+            self._settle_pins(names)
             is_erased = bound is not None and self._erase_log.erase(erasing, bound)
             for order in orders:
                 if order.what is None:
-                    keep(order.durable, self._pin_files.has_settled(order.pins))
+                    keep(order.durable, self._unsettled.isdisjoint(order.pins))
                 else:
-                    keep(order.durable, is_erased and self._pin_files.is_settled)
+                    keep(order.durable, is_erased and not self._unsettled)
         finally:
             for order in orders:
                 keep(order.durable, False)
 
-
-class PinFiles(StorePart):
-    """Owns the files ``PIN-*`` while the store is open, and keeps them as the book says. On the
-    writer thread, without the lock held."""
-
-    def __init__(self, common: Common, reclaimer: Reclaimer) -> None:
-        super().__init__(common)
-        self._reclaimer = reclaimer
-        self._unsettled: set[str] = set()
-
-    @property
-    def is_settled(self) -> bool:
-        """Return whether all that was ever asked is durable."""
-        return not self._unsettled
-
-    def has_settled(self, names: Sequence[str]) -> bool:
-        """Return whether what was asked of these pins is durable."""
-        return self._unsettled.isdisjoint(names)
-
-    def settle(self, names: Sequence[str]) -> None:
-        """Write the pins of these names, or remove the files of those that are gone. What failed
-        before is tried again."""
+    def _settle_pins(self, names: Sequence[str]) -> None:
+        """Have the files ``PIN-*`` say what the book does: write the pins of these names, or remove
+        the files of those that are gone. What failed before is tried again."""
+        log = self._disk.log
         self._unsettled.update(names)
         failed: set[str] = set()
         failure: OSError | None = None
         removed = False
         for name in self._unsettled:
             try:
-                settle = functools.partial(self._settle, name)
+                settle = functools.partial(self._settle_pin, name)
                 removed = self._reclaimer.with_room(settle) or removed
             except OSError as error:
                 failed.add(name)
                 failure = error
         try:
             if removed:
-                with self._health.watch():
-                    self._device.sync_directory()
+                self._disk.sync_names()
             self._unsettled = failed
         except OSError as error:
             failure = error
         if failure is None:
-            self._log.settle("pin")
+            log.settle("pin")
         else:
-            self._log.report(
+            log.report(
                 "pin",
                 "%s: the file of a pin cannot be changed (%s); until it is tried again a restart "
                 "finds the pins as they were",
-                self._directory,
+                self._disk.directory,
                 failure,
             )
 
-    def _settle(self, name: str) -> bool:
-        """Returns whether the directory must be synced: its file was removed, now or before."""
+    def _settle_pin(self, name: str) -> bool:
+        """Return whether the directory must be synced: its file was removed, now or before."""
         with self._state.lock:
             pin = self._state.pins.get(name)
-        if pin is not None:
-            self._reclaimer.keep_spare()
-            self.replace(file_of(name), pack(pin))
-            return False
-        with self._health.watch(), contextlib.suppress(FileNotFoundError):
-            self._device.unlink(file_of(name))
-        return True
+        if pin is None:
+            self._disk.unlink(file_of(name))
+            return True
+        self._reclaimer.keep_spare()
+        self._disk.replace(file_of(name), pack(pin))
+        return False
 
 
-class IoWorker(StorePart):
+class IoWorker:
     """Carries out loads, encodes pages, and hashes and writes extents: each of ``num_threads``
     threads runs ``run`` of the same worker. Loads come first, and one thread is left to them."""
 
-    def __init__(self, common: Common, reader: RegionReader, num_threads: int) -> None:
-        super().__init__(common)
-        self._reader = reader
+    def __init__(self, disk: Disk, reader: RegionReader, num_threads: int) -> None:
+        self._disk, self._state, self._reader = disk, disk.state, reader
         self._max_writing = num_threads - 1
         self._num_writing = 0
 
@@ -360,9 +350,9 @@ class IoWorker(StorePart):
         """Return what to do. The caller holds the state's lock."""
         state = self._state
         if state.let_go:
-            return functools.partial(self.unpin, state.let_go.popleft())
+            return functools.partial(self._disk.unpin, state.let_go.popleft())
         if state.loads:
-            return functools.partial(self._reader.load, state.loads.popleft())
+            return functools.partial(self._reader.load, *state.loads.popleft())
         if self._num_writing < self._max_writing and (state.encodings or state.to_write):
             self._num_writing += 1
             if state.encodings:
@@ -383,37 +373,165 @@ class IoWorker(StorePart):
         try:
             for offset, segments in hashed_writes(write):
                 self._put(write, segments, offset)
-        except Exception as failure:
-            error = failure if isinstance(failure, OSError) else _internal(failure)
+        except OSError as failure:
+            error = failure
+        except Exception as fault:
+            logger.exception("internal error while storing pages; they are dropped")
+            error = OSError(f"internal error: {fault}")
         with self._state.lock:
             self._state.finish_write(write, error)
 
     def _put(self, write: ExtentWrite, segments: list[memoryview], offset: int) -> None:
-        written = 0
-        while (span := self._begin_write()) is not None:
-            self._reader.load(span)
-        began, encoding = time.perf_counter(), self._state.encoding
+        """Write a piece of an extent. While loads wait, one write at a time goes on."""
+        state = self._state
+        while True:
+            with state.lock:
+                load = state.loads.popleft() if state.num_writes and state.loads else None
+                state.num_writes += load is None
+            if load is None:
+                break
+            self._reader.load(*load)
+        began = time.perf_counter()
         try:
-            with self._health.watch():
-                written = write_fully(self._device, write.region.fd, segments, offset)
-            if encoding is not None:
-                took_s = time.perf_counter() - began
-                encoding.note_write(took_s, written, write.memory_bytes)
+            written = self._disk.write(write.region.fd, segments, offset)
         finally:
-            with self._state.lock:
-                self._state.end_write(written)
+            with state.lock:
+                state.num_writes -= 1
+        if state.encoding is not None:
+            state.encoding.note_write(time.perf_counter() - began, written, write.memory_bytes)
 
-    def _begin_write(self) -> LoadSpan | None:
-        """Begin to write, or return a load that comes first: while one waits, one write at a time
-        goes on."""
+
+def hashed_writes(write: ExtentWrite) -> Iterator[tuple[int, list[memoryview]]]:
+    """Enter the checksums of an extent's pages, then yield what is to be written: whole blocks, and
+    where they go in the region. The header comes last, or with all pages: where it is found, a
+    death of the process has torn nothing of the extent."""
+    extent = write.extent
+    keys, lengths = extent.pages["key"].tolist(), extent.pages["length"].tolist()
+    extent.pages["checksum"] = [
+        page_checksum(extent.namespace, key, stored_bytes(page, length))
+        for key, page, length in zip(keys, write.pages, lengths, strict=True)
+    ]
+    packed = pack_extent_header(extent, write.region.nonce, write.ordinal)
+    header = aligned_buffer(len(packed))
+    header[:] = packed
+    segments: list[memoryview] = []
+    for page in write.pages:
+        segments.extend(stored_blocks(page, _ZEROS))
+    if extent.end - extent.offset <= _CHUNK_BYTES:
+        yield extent.offset, [header, *segments]
+        return
+    offset = extent.offset + len(packed)
+    for batch, nbytes in batches(segments, _CHUNK_BYTES):
+        yield offset, batch
+        offset += nbytes
+    yield extent.offset, [header]
+
+
+class SyncWorker:
+    """Makes pages durable; its ``run`` is the syncer thread. ``interval_s`` bounds how long a
+    published page waits for its sync, beyond the time a sync takes. The thread does not end by an
+    exception: without it nothing becomes durable, and no error would show it."""
+
+    def __init__(self, disk: Disk, interval_s: float) -> None:
+        self._disk, self._state = disk, disk.state
+        self._interval_s = interval_s
+
+    def run(self) -> None:
+        """Sync until the store is closed and all that was written is sealed."""
+        while self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        """Wait for work and do it; false when it was the last."""
         state = self._state
         with state.lock:
-            if state.num_writes and state.loads:
-                return state.loads.popleft()
-            state.num_writes += 1
-            return None
+            last = self._wait()
+            orders, state.syncs = state.syncs, []
+            dirty = [region for region in state.regions if region.dirty]
+            state.any_dirty = False
+            for region in dirty:
+                region.dirty = False
+        durable = False
+        try:
+            durable = self._sync_all([region for region in dirty if not region.suspect])
+        except Exception:
+            logger.exception(
+                "%s: internal error while syncing; lookups miss for a while, and it is tried again",
+                self._disk.directory,
+            )
+            self._disk.fault("internal error while syncing")
+            with state.lock:
+                for region in dirty:  # next time
+                    region.dirty = state.any_dirty = True
+        for order in orders:
+            keep(order, durable)
+        return not last
 
+    def _wait(self) -> bool:
+        """Wait until it is time to sync; returns whether it is the last time. The caller holds the
+        lock."""
+        state = self._state
+        due: float | None = None
+        while not state.written_all and not state.syncs:
+            now = time.monotonic()
+            if not state.any_dirty:
+                due = None
+            elif due is None:
+                due = now + self._interval_s
+            elif now >= due:
+                break
+            state.sync_ready.wait(None if due is None else due - now)
+        return state.written_all
 
-def _internal(fault: Exception) -> OSError:
-    logger.exception("internal error while storing pages; they are dropped")
-    return OSError(f"internal error: {fault}")
+    def _sync_all(self, regions: list[Region]) -> bool:
+        """Sync the regions and their names; true when all that is published is durable now."""
+        state = self._state
+        failure: OSError | None = None
+        synced = []
+        for region in regions:
+            try:
+                if self._sync(region):
+                    synced.append(region)
+            except OSError as error:
+                failure = error
+        names_synced = True
+        if regions:
+            try:
+                self._disk.sync_names(synced)
+            except OSError as error:
+                failure, names_synced = error, False
+        with state.lock:
+            for region in synced:
+                if names_synced:
+                    region.has_name = True
+                elif not region.suspect:
+                    region.dirty = state.any_dirty = True
+            any_suspect = any(r.suspect and state.index.num_live(r.slot) for r in state.regions)
+        if failure is not None:
+            # Stores go on: what cannot be written says so itself, and a page that is not durable
+            # is still a hit.
+            self._disk.log.report(
+                "sync",
+                "%s cannot be synced (%s); pages stored lately may not survive loss of power",
+                self._disk.directory,
+                failure,
+            )
+        elif regions:
+            self._disk.log.settle("sync")
+        return failure is None and not any_suspect
+
+    def _sync(self, region: Region) -> bool:
+        """Sync a region, unless it has gone meanwhile. It is pinned for no longer: after a start
+        all regions are synced, and reclaim waits for the room of those that are pinned."""
+        with self._state.lock:
+            if region.retired:
+                return False
+            region.syncing = True
+            self._state.regions.pin(region)
+        try:
+            self._disk.sync(region)
+        finally:
+            with self._state.lock:
+                region.syncing = False
+            self._disk.unpin(region)
+        return True
