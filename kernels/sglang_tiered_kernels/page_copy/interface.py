@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_tiered_kernels.page_copy import reference
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -96,9 +94,9 @@ def gather(pool: PagedPool, pages: torch.Tensor, slab: torch.Tensor) -> None:
     """Copy pages of the pool, in the order of ``pages``, to the slab.
 
     pages: [n] int32 or int64, page numbers on the pool's device, each below ``num_pages``; a GPU
-    does not check that. slab: uint8, contiguous, of ``slab_shape``, and
-    overwritten. In stream order; nothing waits.
-    Raises ValueError for a slab or pages that do not fit.
+    does not check that, and a CPU raises IndexError. slab: uint8, contiguous, of ``slab_shape``,
+    and overwritten. In stream order; nothing waits. Raises ValueError for a slab or pages that do
+    not fit.
     """
     _copy(pool, pages, slab, to_slab=True)
 
@@ -128,10 +126,11 @@ def _copy(pool: PagedPool, pages: torch.Tensor, slab: torch.Tensor, *, to_slab: 
         return
     if not by_kernel(pool.device):
         by_row = slab.view(*slab.shape[:2], pool.num_rows, -1)
-        if to_slab:
-            reference.gather_pages(pool.buffers, pages, by_row)
-        else:
-            reference.scatter_pages(by_row, pages, pool.buffers)
+        for buffer, part in zip(pool.buffers, by_row, strict=True):
+            if to_slab:
+                torch.index_select(buffer, 0, pages, out=part)
+            else:
+                buffer.index_copy_(0, pages.long(), part)
         return
     _run(pool, pages, slab, to_slab=to_slab)
 

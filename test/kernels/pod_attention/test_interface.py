@@ -105,8 +105,6 @@ def test_an_old_gpu_is_refused_before_compiling(
 
 
 def test_what_no_kernel_can_compute_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="5 query heads cannot share 2 KV heads"):
-        dataclasses.replace(shape_of(), num_q_heads=5)
     shape = shape_of(head_dim=80)
     plan = make_plan([3], [0], shape, num_sms=1)
     plan.device = torch.device("cuda")

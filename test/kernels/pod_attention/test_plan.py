@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pod_cases import SMALL, shape_of
@@ -108,23 +107,3 @@ def test_launches_in_flight_do_not_share_counters() -> None:
     plan = plan_of([(20, 5), (1, 90)])
     starts = {plan.counters().data_ptr() for _ in range(plan_module._LAUNCHES_PER_CLEARING)}
     assert len(starts) == plan_module._LAUNCHES_PER_CLEARING
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"extend": [1, 2], "prefix": [3]}, "2 extend lengths for 1 prefix lengths"),
-        ({"extend": [4, -1], "prefix": [0, 0]}, "the extend length of row 1 is -1"),
-        ({"extend": [4], "prefix": [-2]}, "the prefix length of row 0 is -2"),
-        ({"extend": [4], "prefix": [0], "window": -2}, "window is -2"),
-        ({"extend": [4], "prefix": [2**31]}, "2147483652 tokens in one batch"),
-        ({"extend": [4], "prefix": [0], "num_sms": 0}, "num_sms is 0"),
-    ],
-)
-def test_an_impossible_batch_is_refused_with_its_value(
-    arguments: dict[str, object], message: str
-) -> None:
-    extend, prefix = arguments.pop("extend"), arguments.pop("prefix")
-    arguments.setdefault("num_sms", 8)
-    with pytest.raises(ValueError, match=message):
-        make_plan(extend, prefix, shape_of(), **arguments)  # type: ignore[arg-type]

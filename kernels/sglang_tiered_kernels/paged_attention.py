@@ -1,5 +1,8 @@
 """Paged attention in plain PyTorch: only the new queries, each KV head read once.
 
+It serves SGLang on machines without a GPU (``--attention-backend reference``), and is what faster
+kernels are checked against.
+
 A *row* is a slot of the KV cache. A sequence is its rows in token order, so key ``j`` of sequence
 ``i`` is ``key_cache[rows[i][j]]``; rows may be scattered. No slot outside ``rows`` is read, nor any
 that a sliding window hides from every query, so such slots may hold anything, NaN included.
