@@ -18,6 +18,14 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
+    Rows = npt.NDArray[np.uint8]
+
+# Copying row by row costs more than a gathered copy below this size, and less above it.
+_LARGE_ROW_BYTES = 4096
+
 
 @dataclass(frozen=True)
 class Band:
@@ -222,7 +230,7 @@ def copy_between(
         return
     if not by_kernel(device):
         for source, target in zip(sources, targets, strict=True):
-            target[torch.tensor(to)] = source[torch.tensor(of)]
+            _copy_rows(target.numpy(), to, source.numpy(), of)
         return
     from sglang_tiered_kernels.page_copy import triton_kernel  # noqa: PLC0415
 
@@ -249,6 +257,20 @@ def copy_between(
         row_bytes=page_bytes,
         max_blocks=max_blocks,
     )
+
+
+def _copy_rows(target: Rows, to: Sequence[int], source: Rows, of: Sequence[int]) -> None:
+    """Assign ``target[to] = source[of]`` on the calling thread.
+
+    PyTorch divides such a copy among the threads of a forward pass, and waiting for them takes
+    several times as long as the copy. 12 MB took 10 ms in a server on two cores, where one thread
+    alone takes 1.4 to 2.7 ms.
+    """
+    if source.shape[1] >= _LARGE_ROW_BYTES:
+        for to_row, of_row in zip(to, of, strict=True):
+            target[to_row] = source[of_row]
+    else:
+        target[to] = source[of]
 
 
 def by_kernel(device: torch.device) -> bool:

@@ -16,7 +16,8 @@ import torch
 from kit.commands import ran
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import plugin
-from sglang_tiered.integration.cuda_native import host_copies, platform
+from sglang_tiered.integration.cpu import host_copies
+from sglang_tiered.integration.cuda_native import platform
 from sglang_tiered.integration.cuda_native.platform import NativeCudaPlatform
 from sglang_tiered.integration.launch import accelerator
 
@@ -112,7 +113,7 @@ def test_sglang_imports_on_cuda_without_its_kernels() -> None:
         import sglang.srt.models.llama
         from sglang.kernels.ops.attention import extend_attention
         from sglang.srt.mem_cache.pool_host import mha
-        from sglang_tiered.integration.cuda_native import host_copies
+        from sglang_tiered.integration.cpu import host_copies
         assert mha.transfer_kv_direct is host_copies.transfer_kv_direct
         from sglang.kernels.fused_op import BaseFusedOp
         from sglang.srt.layers.layernorm import RMSNorm
