@@ -73,19 +73,18 @@ class RemoteErasures:
         self._waiting: dict[bytes, _WaitingErasure] = {}  # by id, as is ``_hidden``: the last ones
         self._hidden: dict[bytes, None] = {}
         self._pages: Counter[str] = Counter()  # that wait, and for how many
-        self._is_followed = True
         gate.heard = self._pages
 
     def __call__(self, what: Erasure) -> Future[bool]:
         """Erase what another server did. True once that is durable here."""
         with self._lock:
-            if self._is_followed:
-                for piece in what.pieces:
-                    self._wait(piece)
-                if len(self._waiting) > MAX_WAITING or len(self._pages) > MAX_WAITING_PAGES:
-                    self._clear()
-                    self._wait(Erasure(spread=False))
-                self._block()
+            for piece in what.pieces:
+                self._wait(piece)
+            if len(self._waiting) > MAX_WAITING or len(self._pages) > MAX_WAITING_PAGES:
+                self._waiting.clear()
+                self._pages.clear()
+                self._wait(Erasure(spread=False))
+            self._block()
         return self._erase(what)
 
     def _wait(self, what: Erasure) -> None:
@@ -150,14 +149,6 @@ class RemoteErasures:
             last = self._clock() - MAX_BLOCKED_S
             self._remove([name for name, each in self._waiting.items() if each.heard_at <= last])
 
-    def clear_tiers_only(self) -> None:
-        """Leave memory alone from now on: there is none that could tell the stages of a pipeline
-        of it."""
-        with self._lock:
-            self._is_followed = False
-            self._clear()
-            self._block()
-
     def _remove(self, names: Iterable[bytes]) -> None:
         for name in names:
             if (waiting := self._waiting.pop(name, None)) is not None:
@@ -166,10 +157,6 @@ class RemoteErasures:
                     if not self._pages[page]:
                         del self._pages[page]
         self._block()
-
-    def _clear(self) -> None:
-        self._waiting.clear()
-        self._pages.clear()
 
     def _block(self) -> None:
         self._gate.blocked = frozenset(
