@@ -88,3 +88,18 @@ def test_slots_across_pages_are_refused(is_to_host: bool, slots: list[int]) -> N
                 host, device[::LAYERS], page, given, 0, PAGE
             )
     assert all(map(torch.equal, before, (*device, *host)))
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_indices_written_again_copy_other_pages(is_inference: bool) -> None:
+    with torch.inference_mode(is_inference):
+        source, target = make_layers((2, 8), 0), make_layers((2, 8), 1)
+        expected = [layer.clone() for layer in target]
+        taken, given = token_indices([5, 3]), token_indices([0, 9])
+        host_copies.transfer_kv_direct(source, target, taken, given, PAGE)
+        taken.copy_(token_indices([6, 1]))
+        given.copy_(token_indices([7, 2]))
+        host_copies.transfer_kv_direct(source, target, taken, given, PAGE)
+        for before, wanted, after in zip(source, expected, target, strict=True):
+            wanted[token_indices([0, 9, 7, 2])] = before[token_indices([5, 3, 6, 1])]
+            assert torch.equal(after, wanted)
