@@ -52,7 +52,7 @@ _TYPES = {
     **dict.fromkeys(("source", "of", "target", "to", "positions"), "*i64"),
     **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "sinks_ptr", "cos_sin"), "*bf16"),
     **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
-    **dict.fromkeys(("counters", "table", "units", "kv_indptr", "kv_indices", "trace"), "*i32"),
+    **dict.fromkeys(("counters", "table", "units", "kv_indptr", "kv_indices"), "*i32"),
     **dict.fromkeys(_SCALARS, "fp32"),
 }
 

@@ -40,7 +40,6 @@ def constants(
     logit_cap: bool = False,
     sinks: bool = False,
     index64: bool = False,
-    trace: bool = False,
     fake_sms: int = 0,
 ) -> dict[str, Any]:
     """What the kernel is compiled for: its constexprs by name and the compiler's options."""
@@ -62,7 +61,6 @@ def constants(
         "AFFINE_DECODE": shape.page_size % config.block_n_decode == 0,
         "INDEX64": index64,
         "UPCAST": _INTERPRETED and shape.q_dtype == torch.bfloat16,
-        "TRACE": trace,
         "SM_SLOTS": NUM_SM_SLOTS,
         "FIRST_TICKET": FIRST_TICKET,
         "FAKE_SMS": fake_sms,
@@ -135,7 +133,6 @@ def run(
     logit_cap: float,
     sinks: torch.Tensor | None,
     v_scale: float,
-    trace: torch.Tensor | None,
 ) -> None:
     """Launch the chosen roles: together under a schedule, or one after the other under None."""
     if prefill and decoding and schedule is not None:
@@ -148,7 +145,7 @@ def run(
     partials = _partials(plan)
     for roles in launches:
         # A layer mostly differs from the last in its tensors alone.
-        kind = roles, schedule, capped, sinks is None, trace is None, slots, strides
+        kind = roles, schedule, capped, sinks is None, slots, strides
         if kind not in plan.kept:
             plan.kept[kind] = _prepare(
                 plan,
@@ -158,7 +155,6 @@ def run(
                 schedule=schedule,
                 logit_cap=capped,
                 sinks=sinks is not None,
-                trace=trace is not None,
             )
         grid, numbers, options = plan.kept[kind]
         pod_kernel[grid](
@@ -172,7 +168,6 @@ def run(
             plan.table,
             kv_indptr,
             kv_indices,
-            plan.table if trace is None else trace,
             *numbers,
             # Under a cap: to the argument of tanh(x) = 1 - 2 / (exp2(2x log2 e) + 1).
             2 * scale / logit_cap * _LOG2_E if capped else scale * _LOG2_E,
@@ -235,7 +230,6 @@ def warm_up(
                 schedule=schedule,
                 scale=1.0,
                 v_scale=1.0,
-                trace=None,
                 **options,
             )
 
