@@ -33,10 +33,10 @@ from rich.table import Table
 
 from sglang_tiered.codecs import CODEC_NAMES, LOSSY_CODEC_NAMES, NO_CODEC, PageLayout, make_codec
 from sglang_tiered.codecs.encoded import copied
-from sglang_tiered.integration.cpu import torchvision_operators
+from sglang_tiered.integration.cpu import processes
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 
-torchvision_operators.declare()  # before transformers imports torchvision
+processes.declare_torchvision_operators()  # before transformers imports torchvision
 
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 

@@ -1,10 +1,12 @@
-"""Every kernel compiles for sm_90 with the installed Triton, and one that does not is told."""
+"""Every kernel compiles for sm_90 with the installed Triton, none spills, and blocks share SMs."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+
+from sglang_tiered_kernels.pod_attention import CONFIGS
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -21,5 +23,8 @@ def test_every_kernel_compiles_with_the_installed_triton(
 
     assert compile_all.main() == 0
     said = capsys.readouterr().out
-    assert said.count("page_copy") == 3 and said.count(" fused") >= 2
-    assert "all compiled" in said
+    assert said.count("page_copy") == 3 and said.endswith("all compiled\n")
+    assert said.count(" registers, ") == said.count(" 0 bytes spilled, ") >= 12
+    for config in CONFIGS.values():
+        (line,) = (each for each in said.splitlines() if f"pod {config.name}, fused" in each)
+        assert line.endswith(f" {config.ctas_per_sm} an SM") and config.ctas_per_sm >= 2

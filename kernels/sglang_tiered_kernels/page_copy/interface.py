@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_tiered_kernels.page_copy import reference
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    Rows = npt.NDArray[np.uint8]
+
+# Copying row by row costs more than a gathered copy below this size, and less above it.
+_LARGE_ROW_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -96,9 +102,9 @@ def gather(pool: PagedPool, pages: torch.Tensor, slab: torch.Tensor) -> None:
     """Copy pages of the pool, in the order of ``pages``, to the slab.
 
     pages: [n] int32 or int64, page numbers on the pool's device, each below ``num_pages``; a GPU
-    does not check that. slab: uint8, contiguous, of ``slab_shape``, and
-    overwritten. In stream order; nothing waits.
-    Raises ValueError for a slab or pages that do not fit.
+    does not check that, and a CPU raises IndexError. slab: uint8, contiguous, of ``slab_shape``,
+    and overwritten. In stream order; nothing waits. Raises ValueError for a slab or pages that do
+    not fit.
     """
     _copy(pool, pages, slab, to_slab=True)
 
@@ -128,10 +134,11 @@ def _copy(pool: PagedPool, pages: torch.Tensor, slab: torch.Tensor, *, to_slab: 
         return
     if not by_kernel(pool.device):
         by_row = slab.view(*slab.shape[:2], pool.num_rows, -1)
-        if to_slab:
-            reference.gather_pages(pool.buffers, pages, by_row)
-        else:
-            reference.scatter_pages(by_row, pages, pool.buffers)
+        for buffer, part in zip(pool.buffers, by_row, strict=True):
+            if to_slab:
+                torch.index_select(buffer, 0, pages, out=part)
+            else:
+                buffer.index_copy_(0, pages.long(), part)
         return
     _run(pool, pages, slab, to_slab=to_slab)
 
@@ -223,7 +230,7 @@ def copy_between(
         return
     if not by_kernel(device):
         for source, target in zip(sources, targets, strict=True):
-            target[torch.tensor(to)] = source[torch.tensor(of)]
+            _copy_rows(target.numpy(), to, source.numpy(), of)
         return
     from sglang_tiered_kernels.page_copy import triton_kernel  # noqa: PLC0415
 
@@ -250,6 +257,20 @@ def copy_between(
         row_bytes=page_bytes,
         max_blocks=max_blocks,
     )
+
+
+def _copy_rows(target: Rows, to: Sequence[int], source: Rows, of: Sequence[int]) -> None:
+    """Assign ``target[to] = source[of]`` on the calling thread.
+
+    PyTorch divides such a copy among the threads of a forward pass, and waiting for them takes
+    several times as long as the copy. 12 MB took 10 ms in a server on two cores, where one thread
+    alone takes 1.4 to 2.7 ms.
+    """
+    if source.shape[1] >= _LARGE_ROW_BYTES:
+        for to_row, of_row in zip(to, of, strict=True):
+            target[to_row] = source[of_row]
+    else:
+        target[to] = source[of]
 
 
 def by_kernel(device: torch.device) -> bool:

@@ -41,7 +41,6 @@ def pod_attention(
     v_scale: float = 1.0,
     roles: Roles = Roles.PLANNED,
     schedule: Schedule | None = None,
-    trace: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of every new token of the batch to its row's keys, written to ``out``.
 
@@ -60,10 +59,6 @@ def pod_attention(
         when, does not change its result:
         the same call gives the same bits again. Another schedule, or the roles apart, is another
         compilation, which may round differently.
-    trace: None, or [prefill tiles + decode tiles, 4] int64 zeros, in the order of the plan's units
-        and heads. They receive how often each tile ran, its SM, and its begin and end in
-        nanoseconds of the device's clock. A kernel of its own is compiled for it; the CPU path
-        leaves it alone.
 
     All tensors are borrowed, on the plan's device, contiguous in ``dim``. On a GPU nothing waits
     and nothing is read back. On a CPU the result comes from plain PyTorch, or, with
@@ -82,11 +77,6 @@ def pod_attention(
         raise ValueError(
             f"sinks {list(sinks.shape)} on {sinks.device}; give one per query head "
             f"([{q.shape[1]}]) on {q.device}"
-        )
-    tiles = plan.num_prefill_tiles + plan.num_decode_tiles
-    if trace is not None and (trace.shape != (tiles, 4) or trace.dtype != torch.int64):
-        raise ValueError(
-            f"trace is {list(trace.shape)} {trace.dtype}; give [{tiles}, 4] torch.int64"
         )
     prefill = roles is not Roles.DECODE and len(plan.prefill_units) > 0
     decoding = roles is not Roles.PREFILL and len(plan.decode_units) > 0
@@ -128,7 +118,6 @@ def pod_attention(
         prefill=prefill,
         decoding=decoding,
         schedule=(schedule or plan.schedule) if fused else None,
-        trace=trace,
     )
 
 

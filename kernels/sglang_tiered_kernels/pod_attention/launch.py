@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -23,31 +23,11 @@ if TYPE_CHECKING:
 
 # ROLES of the kernel.
 PREFILL, DECODE, BOTH = 1, 2, 3
-# Of ``constants``, those that are the compiler's and not the kernel's.
-COMPILER_OPTIONS = ("num_warps", "enable_fp_fusion")
-_SCHEDULES = {Schedule.TICKET: 0, Schedule.PERSISTENT: 1}
+_SCHEDULES = {Schedule.TICKET: 0, Schedule.PERSISTENT: 1, None: 0}
 _LOG2_E = math.log2(math.e)
 # Partial results merged per step.
 _MERGE_BLOCK = 16
 _INTERPRETED = not isinstance(pod_kernel, triton.JITFunction)
-
-
-class Launch(NamedTuple):
-    """One launch of ``pod_kernel``: ``pod_kernel[grid](*arguments, **options)``."""
-
-    grid: tuple[int]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-class Prepared(NamedTuple):
-    """What layers of a plan have in common: the grid, the kernel's arguments between the tensors
-    and after the scales, and the options."""
-
-    grid: tuple[int]
-    numbers: tuple[int, ...]
-    strides: tuple[int, ...]
-    options: dict[str, Any]
 
 
 def constants(
@@ -55,12 +35,11 @@ def constants(
     config: PodConfig,
     *,
     roles: int,
-    schedule: Schedule = Schedule.TICKET,
+    schedule: Schedule | None = Schedule.TICKET,
     window: bool = False,
     logit_cap: bool = False,
     sinks: bool = False,
     index64: bool = False,
-    trace: bool = False,
     fake_sms: int = 0,
 ) -> dict[str, Any]:
     """What the kernel is compiled for: its constexprs by name and the compiler's options."""
@@ -74,7 +53,7 @@ def constants(
         "BLOCK_H": max(16, triton.next_power_of_2(shape.group)),
         "BLOCK_N_DECODE": config.block_n_decode,
         "ROLES": roles,
-        "SCHEDULE": _SCHEDULES[schedule] if roles == BOTH else 0,
+        "SCHEDULE": _SCHEDULES[schedule],
         "WINDOW": window,
         "LOGIT_CAP": logit_cap,
         "SINKS": sinks,
@@ -82,7 +61,6 @@ def constants(
         "AFFINE_DECODE": shape.page_size % config.block_n_decode == 0,
         "INDEX64": index64,
         "UPCAST": _INTERPRETED and shape.q_dtype == torch.bfloat16,
-        "TRACE": trace,
         "SM_SLOTS": NUM_SM_SLOTS,
         "FIRST_TICKET": FIRST_TICKET,
         "FAKE_SMS": fake_sms,
@@ -106,79 +84,20 @@ def merge_constants(shape: PodShape, *, sinks: bool) -> dict[str, Any]:
     }
 
 
-def pod_launch(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    out: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    plan: PodPlan,
-    *,
-    roles: int,
-    scale: float,
-    logit_cap: float,
-    sinks: torch.Tensor | None,
-    v_scale: float,
-    schedule: Schedule,
-    trace: torch.Tensor | None,
-) -> Launch:
-    capped = logit_cap > 0
-    strides = *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:2], *v_cache.stride()[:2]
-    # A layer mostly differs from the last in its tensors alone.
-    kind = (
-        *(roles, schedule, capped, sinks is None, trace is None),
-        *(k_cache.shape[0], v_cache.shape[0], strides),
-    )
-    prepared = plan.kept.get(kind)
-    if prepared is None:
-        prepared = plan.kept[kind] = _prepare(
-            plan,
-            strides,
-            slots=(k_cache.shape[0], v_cache.shape[0]),
-            roles=roles,
-            schedule=schedule,
-            logit_cap=capped,
-            sinks=sinks is not None,
-            trace=trace is not None,
-        )
-    partial_out, partial_lse = _partials(plan)
-    arguments = (
-        q,
-        k_cache,
-        v_cache,
-        out,
-        q if sinks is None else sinks,
-        partial_out,
-        partial_lse,
-        plan.counters() if roles == BOTH else plan.table,
-        plan.table,
-        kv_indptr,
-        kv_indices,
-        plan.table if trace is None else trace,
-        *prepared.numbers,
-        # Under a cap: to the argument of tanh(x) = 1 - 2 / (exp2(2x log2 e) + 1).
-        2 * scale / logit_cap * _LOG2_E if capped else scale * _LOG2_E,
-        logit_cap * _LOG2_E,
-        float(v_scale),
-        *prepared.strides,
-    )
-    return Launch(prepared.grid, arguments, prepared.options)
-
-
 def _prepare(
     plan: PodPlan,
     strides: tuple[int, ...],
     *,
     slots: tuple[int, int],
     roles: int,
-    schedule: Schedule,
+    schedule: Schedule | None,
     **kind: bool,
-) -> Prepared:
+) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
+    """Return what layers of a plan have in common: the grid, the kernel's numbers and options."""
     shape, config = plan.shape, plan.config
     num_prefill, num_decode = plan.num_prefill_tiles, plan.num_decode_tiles
     tiles = {PREFILL: num_prefill, DECODE: num_decode, BOTH: num_prefill + num_decode}[roles]
-    if roles == BOTH and schedule is Schedule.PERSISTENT:
+    if schedule is Schedule.PERSISTENT:
         tiles = min(tiles, plan.num_sms * config.ctas_per_sm)
     numbers = num_prefill, num_decode, *plan.tickets, plan.decode_table_offset, plan.window
     furthest = max(
@@ -195,7 +114,7 @@ def _prepare(
         fake_sms=plan.num_sms if _INTERPRETED else 0,
         **kind,
     )
-    return Prepared((tiles,), numbers, strides, options)
+    return (tiles,), numbers, options
 
 
 def run(
@@ -210,45 +129,67 @@ def run(
     prefill: bool,
     decoding: bool,
     schedule: Schedule | None,
+    scale: float,
+    logit_cap: float,
     sinks: torch.Tensor | None,
     v_scale: float,
-    **options: Any,
 ) -> None:
     """Launch the chosen roles: together under a schedule, or one after the other under None."""
     if prefill and decoding and schedule is not None:
         launches = [BOTH]
     else:
-        launches = [PREFILL] * prefill + [DECODE] * decoding
+        launches, schedule = [PREFILL] * prefill + [DECODE] * decoding, None
+    capped, some_sinks = logit_cap > 0, q if sinks is None else sinks
+    strides = *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:2], *v_cache.stride()[:2]
+    slots = k_cache.shape[0], v_cache.shape[0]
+    partials = _partials(plan)
     for roles in launches:
-        grid, arguments, meta = pod_launch(
+        # A layer mostly differs from the last in its tensors alone.
+        kind = roles, schedule, capped, sinks is None, slots, strides
+        if kind not in plan.kept:
+            plan.kept[kind] = _prepare(
+                plan,
+                strides,
+                slots=slots,
+                roles=roles,
+                schedule=schedule,
+                logit_cap=capped,
+                sinks=sinks is not None,
+            )
+        grid, numbers, options = plan.kept[kind]
+        pod_kernel[grid](
             q,
             k_cache,
             v_cache,
             out,
+            some_sinks,
+            *partials,
+            plan.counters() if roles == BOTH else plan.table,
+            plan.table,
             kv_indptr,
             kv_indices,
-            plan,
-            roles=roles,
-            schedule=schedule or Schedule.TICKET,
-            sinks=sinks,
-            v_scale=v_scale,
+            *numbers,
+            # Under a cap: to the argument of tanh(x) = 1 - 2 / (exp2(2x log2 e) + 1).
+            2 * scale / logit_cap * _LOG2_E if capped else scale * _LOG2_E,
+            logit_cap * _LOG2_E,
+            float(v_scale),
+            *strides,
             **options,
         )
-        pod_kernel[grid](*arguments, **meta)
     if decoding and len(plan.merges):
-        kind = "merge", sinks is None
-        if kind not in plan.kept:
-            plan.kept[kind] = merge_constants(plan.shape, sinks=sinks is not None)
+        merge = "merge", sinks is None
+        if merge not in plan.kept:
+            plan.kept[merge] = merge_constants(plan.shape, sinks=sinks is not None)
         if "merges" not in plan.kept:
             plan.kept["merges"] = plan.table[plan.merge_table_offset :]
         merge_kernel[(len(plan.merges), plan.shape.num_q_heads)](
-            *_partials(plan),
+            *partials,
             out,
-            q if sinks is None else sinks,
+            some_sinks,
             plan.kept["merges"],
             float(v_scale),
             *out.stride()[:2],
-            **plan.kept[kind],
+            **plan.kept[merge],
         )
 
 
@@ -289,7 +230,6 @@ def warm_up(
                 schedule=schedule,
                 scale=1.0,
                 v_scale=1.0,
-                trace=None,
                 **options,
             )
 

@@ -42,7 +42,6 @@ FIRST_TICKET = 32
 _COUNTERS_PER_LAUNCH = FIRST_TICKET + NUM_SM_SLOTS
 # Launches that one clearing of the counters serves: a forward's layers, mostly.
 _LAUNCHES_PER_CLEARING = 64
-_MAX_INT32 = 2**31 - 1
 
 
 def is_decode_row(extend_len: int, prefix_len: int) -> bool:
@@ -181,11 +180,9 @@ def make_plan(
     plan each. config: tile sizes; by default ``heuristics.choose_config`` picks.
 
     No synchronisation: on a CUDA device the tables are copied from pinned memory in stream order.
-    Raises ValueError for negative or unequal numbers of lengths, or too many tokens for int32.
     """
     extend = np.asarray(extend_lens, dtype=np.int64).reshape(-1)
     prefix = np.asarray(prefix_lens, dtype=np.int64).reshape(-1)
-    _check(extend, prefix, num_sms, window)
     if config is None:
         config = heuristics.choose_config(int(extend.max(initial=0)))
     # The array form of ``is_decode_row``; a test holds the two together.
@@ -234,26 +231,6 @@ def make_plan(
         fuse=heuristics.worth_fusing(prefill_estimate_s, decode_estimate_s),
         schedule=heuristics.choose_schedule(prefill_estimate_s, decode_estimate_s),
     )
-
-
-def _check(extend: NDArray[np.int64], prefix: NDArray[np.int64], num_sms: int, window: int) -> None:
-    if len(extend) != len(prefix):
-        raise ValueError(
-            f"{len(extend)} extend lengths for {len(prefix)} prefix lengths; give one of each a row"
-        )
-    for name, lengths in (("extend", extend), ("prefix", prefix)):
-        if lengths.min(initial=0) < 0:
-            row = int(lengths.argmin())
-            raise ValueError(
-                f"the {name} length of row {row} is {lengths[row]}; it must not be negative"
-            )
-    total = int(extend.sum() + prefix.sum())
-    if total > _MAX_INT32:
-        raise ValueError(f"{total} tokens in one batch; at most {_MAX_INT32} can be addressed")
-    if num_sms < 1:
-        raise ValueError(f"num_sms is {num_sms}; it must be at least 1")
-    if window < -1:
-        raise ValueError(f"window is {window}; it must be -1 (none) or not negative")
 
 
 def _prefill_units(

@@ -37,7 +37,6 @@ class PodShape:
 
     page_size: token ``j`` of a row sits at ``slot % page_size == j % page_size`` and the tokens of
     a page at consecutive slots. A caller that cannot promise it passes 1; results are the same.
-    Raises ValueError for sizes that are not positive or query heads that KV heads do not divide.
     """
 
     num_q_heads: int
@@ -46,16 +45,6 @@ class PodShape:
     page_size: int
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_q_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.num_q_heads} query heads cannot share {self.num_kv_heads} KV heads; "
-                "the first number must be a multiple of the second"
-            )
 
     @property
     def group(self) -> int:

@@ -39,25 +39,12 @@ def _sm_id(FAKE_SMS: tl.constexpr):
 
 
 @triton.jit
-def _now_ns(FAKE_SMS: tl.constexpr):
-    # Blocks of the interpreter run one after the other.
-    if FAKE_SMS > 0:
-        return tl.program_id(0).to(tl.int64)
-    else:  # noqa: RET505
-        return tl.inline_asm_elementwise(
-            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def _run_tile(
     role,  # 0 prefill, 1 decode; ignored where ROLES has only one
     index,
     tensors,
     partials,
     table,
-    trace,
-    num_prefill,
     decode_offset,
     scalars,
     strides,
@@ -66,23 +53,10 @@ def _run_tile(
     AFFINE: tl.constexpr,
     STAGES: tl.constexpr,
     ROLES: tl.constexpr,
-    TRACE: tl.constexpr,
-    FAKE_SMS: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):
     """The tile of this role with this index. BLOCKS: BLOCK_M, BLOCK_N, BLOCK_H, BLOCK_N_DECODE;
     AFFINE, STAGES: of prefill, of decode."""
-    if TRACE:
-        # [prefill tiles, then decode tiles] of int64: times run, SM, begin and end in nanoseconds.
-        place = index
-        if ROLES == 3:
-            place = index + role * num_prefill
-        elif ROLES == 2:
-            place = index + num_prefill
-        record = trace + place * 4
-        tl.atomic_add(record, 1, sem="relaxed")
-        tl.store(record + 1, _sm_id(FAKE_SMS).to(tl.int64))
-        tl.store(record + 2, _now_ns(FAKE_SMS))
     if ROLES == 1:
         prefill_tile(
             index, tensors, table, scalars, strides,
@@ -104,9 +78,6 @@ def _run_tile(
                 index, tensors, partials, table + decode_offset, scalars, strides,
                 HEADS, BLOCKS[2], BLOCKS[3], AFFINE[1], STAGES[1], OPTIONS,
             )  # fmt: skip
-    if TRACE:
-        tl.debug_barrier()
-        tl.store(record + 3, _now_ns(FAKE_SMS))
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=ANY_ALIGNMENT)
@@ -122,7 +93,6 @@ def pod_kernel(
     table,
     kv_indptr,
     kv_indices,
-    trace,
     num_prefill,
     num_decode,
     prefill_tickets,
@@ -156,7 +126,6 @@ def pod_kernel(
     AFFINE_DECODE: tl.constexpr,
     INDEX64: tl.constexpr,
     UPCAST: tl.constexpr,
-    TRACE: tl.constexpr,
     SM_SLOTS: tl.constexpr,
     FIRST_TICKET: tl.constexpr,
     FAKE_SMS: tl.constexpr,
@@ -177,9 +146,9 @@ def pod_kernel(
     )  # fmt: skip
     if ROLES != 3:
         _run_tile(
-            0, tl.program_id(0), tensors, partials, table, trace, num_prefill, decode_offset,
+            0, tl.program_id(0), tensors, partials, table, decode_offset,
             scalars, strides, HEADS, BLOCKS, AFFINES, STAGE_PAIR,
-            ROLES, TRACE, FAKE_SMS, OPTIONS,
+            ROLES, OPTIONS,
         )  # fmt: skip
     else:
         slot = _sm_id(FAKE_SMS) % SM_SLOTS
@@ -194,9 +163,9 @@ def pod_kernel(
                 role = 1 - role
                 index = tl.atomic_add(counters + role, 1, sem="relaxed")
             _run_tile(
-                role, index, tensors, partials, table, trace, num_prefill, decode_offset,
+                role, index, tensors, partials, table, decode_offset,
                 scalars, strides, HEADS, BLOCKS, AFFINES, STAGE_PAIR,
-                ROLES, TRACE, FAKE_SMS, OPTIONS,
+                ROLES, OPTIONS,
             )  # fmt: skip
         else:
             dry = 0
@@ -207,9 +176,9 @@ def pod_kernel(
                     dry += 1
                 else:
                     _run_tile(
-                        role, index, tensors, partials, table, trace, num_prefill, decode_offset,
+                        role, index, tensors, partials, table, decode_offset,
                         scalars, strides, HEADS, BLOCKS, AFFINES, STAGE_PAIR,
-                        ROLES, TRACE, FAKE_SMS, OPTIONS,
+                        ROLES, OPTIONS,
                     )  # fmt: skip
 
 

@@ -20,14 +20,14 @@ def activate_platform() -> str | None:
     A GPU that torch cannot use ends the process with one sentence: SGLang without a platform ends
     too, at a place that differs by version.
     """
-    from sglang_tiered.integration.cpu import torchvision_operators
+    from sglang_tiered.integration.cpu import processes
     from sglang_tiered.integration.launch import accelerator
 
     if accelerator.lacks_kernels():
         from sglang_tiered.integration.cuda_native import platform as native_platform
 
         native_platform.hide_cuda()
-        torchvision_operators.declare()
+        processes.declare_torchvision_operators()
         return "sglang_tiered.integration.cuda_native.platform.NativeCudaPlatform"
     if accelerator.is_available():
         return None
@@ -35,7 +35,7 @@ def activate_platform() -> str | None:
     if problem is not None:
         raise SystemExit(f"sglang-tiered: {problem}")
 
-    torchvision_operators.declare()
+    processes.declare_torchvision_operators()
     return "sglang_tiered.integration.cpu.platform.ReferenceCpuPlatform"
 
 

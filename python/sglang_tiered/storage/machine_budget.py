@@ -191,14 +191,11 @@ class BudgetRecords:
         except FileNotFoundError:
             is_held = False
         if not is_held:
-            self._let_go()
+            self.leave()
             self._claim()
 
     def leave(self) -> None:
         """Let others have what this store has above its floor. Idempotent."""
-        self._let_go()
-
-    def _let_go(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -63,6 +63,6 @@ def test_no_batch_makes_a_warm_server_compile_again(
             plan,
             prefill=len(plan.prefill_units) > 0,
             decoding=len(plan.decode_units) > 0,
-            **{"schedule": plan.schedule, "scale": 0.125, "v_scale": 1, "trace": None, **kind},
+            **{"schedule": plan.schedule, "scale": 0.125, "v_scale": 1, **kind},
         )
     assert {request["key"] for request in requests} == warm

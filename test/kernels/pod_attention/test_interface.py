@@ -105,8 +105,6 @@ def test_an_old_gpu_is_refused_before_compiling(
 
 
 def test_what_no_kernel_can_compute_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="5 query heads cannot share 2 KV heads"):
-        dataclasses.replace(shape_of(), num_q_heads=5)
     shape = shape_of(head_dim=80)
     plan = make_plan([3], [0], shape, num_sms=1)
     plan.device = torch.device("cuda")
@@ -137,7 +135,6 @@ def test_what_no_kernel_can_compute_never_runs(monkeypatch: pytest.MonkeyPatch) 
         (lambda _: {"sm_scale": float("inf")}, "sm_scale inf"),
         (lambda _: {"k_scale": -1.0}, "k_scale -1.0"),
         (lambda _: {"sinks": torch.zeros(2)}, r"sinks \[2\] on cpu; give one per query head"),
-        (lambda _: {"trace": torch.zeros(3, 4, dtype=torch.int64)}, r"trace is \[3, 4\]"),
     ],
 )
 def test_tensors_that_misfit_are_refused_before_writing(

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_tiered_kernels.paged_attention import decode, extend, plan_decode, reference
+from sglang_tiered_kernels import paged_attention
+from sglang_tiered_kernels.paged_attention import decode, extend, plan_decode
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -197,10 +198,10 @@ def test_block_edges_do_not_move_the_mask(monkeypatch: pytest.MonkeyPatch) -> No
     options = {"scale": 0.25, "sliding_window": 13, "logit_cap": 4.0}
     expected = oracle(case, **options)  # type: ignore[arg-type]
     for block in (1, 32, 89, 90, 91):
-        monkeypatch.setattr(reference, "_QUERY_BLOCK", block)
+        monkeypatch.setattr(paged_attention, "_QUERY_BLOCK", block)
         assert_close(run_extend(case, **options), expected)
     # A budget below one query's scores still makes progress, a query at a time.
-    monkeypatch.setattr(reference, "_SCORE_BUDGET", 1)
+    monkeypatch.setattr(paged_attention, "_SCORE_BUDGET", 1)
     assert_close(run_extend(case, **options), expected)
 
 

@@ -1,4 +1,4 @@
-"""Checks what ``--attention-backend pod`` is combined with, and words its startup line."""
+"""Checks what ``--attention-backend pod`` is combined with."""
 
 from __future__ import annotations
 
@@ -15,17 +15,6 @@ _BACKEND_FLAGS = {
     "prefill_attention_backend": "--prefill-attention-backend",
     "decode_attention_backend": "--decode-attention-backend",
 }
-FLASH, FLASHINFER, TRITON, REFERENCE = "fa3", "flashinfer", "triton", "reference"
-_PARENTS = {
-    FLASH: "SGLang's FlashAttention 3",
-    FLASHINFER: "SGLang's FlashInfer backend",
-    TRITON: "SGLang's Triton backend",
-    REFERENCE: "the reference backend",
-}
-HINT = (
-    "attention backend pod: pass --enable-mixed-chunk; without it prefill and decode rows hardly "
-    "ever meet in one batch, and this backend changes next to nothing."
-)
 
 
 def check_arguments(explicit: Mapping[str, Any], page_size: int) -> None:
@@ -69,18 +58,3 @@ def check_arguments(explicit: Mapping[str, Any], page_size: int) -> None:
             "running request, so requests would run one after the other; pass at least "
             f"{2 * page_size} with --enable-mixed-chunk."
         )
-
-
-def startup_line(*, reason: str | None, shape: str, parent: str) -> str:
-    """Return the log line of the start. reason: why no layer uses the kernels, or None. shape: the
-    model's attention in words. parent: the backend below, by its name."""
-    kernels = "the POD kernels"
-    if parent == REFERENCE:
-        kernels = "the PyTorch form of the POD kernels"
-    below = _PARENTS[parent]
-    if reason is not None:
-        return f"attention backend pod leaves this model to {below}: {reason}."
-    return (
-        f"attention backend pod: extends with decode rows, mixed batches above all, go through "
-        f"{kernels} ({shape}), everything else through {below}."
-    )

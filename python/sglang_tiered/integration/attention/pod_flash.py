@@ -9,12 +9,12 @@ from __future__ import annotations
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 from sglang.srt.runtime_context import get_exec
 
-from sglang_tiered.integration.attention import pod_device
+from sglang_tiered.integration.attention.pod import DEVICE_SIGNATURES, DevicePod
 
 _BACKEND = "sglang.srt.layers.attention.flashattention_backend:FlashAttentionBackend"
 
 SIGNATURES: dict[str, tuple[str, ...]] = {
-    **pod_device.SIGNATURES,
+    **DEVICE_SIGNATURES,
     f"{_BACKEND}.init_forward_metadata": ("self", "forward_batch"),
     f"{_BACKEND}.init_forward_metadata_out_graph": ("self", "forward_batch", "in_capture"),
     f"{_BACKEND}.forward_extend": (
@@ -26,7 +26,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 """What this class calls or overrides; checked when the backend is made."""
 
 
-class FlashPodAttnBackend(pod_device.DevicePod, FlashAttentionBackend):  # type: ignore[misc]
+class FlashPodAttnBackend(DevicePod, FlashAttentionBackend):  # type: ignore[misc]
     """One per model runner. The parent's page table is no list of slots, so both are made."""
 
     @property

@@ -9,12 +9,12 @@ from __future__ import annotations
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, WrapperDispatch
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_tiered.integration.attention import pod_device
+from sglang_tiered.integration.attention.pod import DEVICE_SIGNATURES, DevicePod
 
 _BACKEND = "sglang.srt.layers.attention.flashinfer_backend:FlashInferAttnBackend"
 
 SIGNATURES: dict[str, tuple[str, ...]] = {
-    **pod_device.SIGNATURES,
+    **DEVICE_SIGNATURES,
     f"{_BACKEND}.__init__": (
         *("self", "model_runner", "skip_prefill", "kv_indptr_buf", "kv_last_page_len_buf"),
         "init_new_workspace",
@@ -28,7 +28,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 """What this class calls or overrides; checked when the backend is made."""
 
 
-class FlashInferPodAttnBackend(pod_device.DevicePod, FlashInferAttnBackend):  # type: ignore[misc]
+class FlashInferPodAttnBackend(DevicePod, FlashInferAttnBackend):  # type: ignore[misc]
     """One per model runner. The parent plans its wrappers for every forward; slots are made beside
     them, since its own end at the prefix and, with a window, begin late."""
 

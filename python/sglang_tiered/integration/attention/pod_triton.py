@@ -14,7 +14,7 @@ import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
 
-from sglang_tiered.integration.attention import pod_device
+from sglang_tiered.integration.attention.pod import DEVICE_SIGNATURES, DevicePod
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -29,7 +29,7 @@ _BACKEND = "sglang.srt.layers.attention.triton_backend:TritonAttnBackend"
 # The methods that this class calls or overrides; checked when the backend is made, since the
 # launcher and the detokenizer need not import it.
 SIGNATURES: dict[str, tuple[str, ...]] = {
-    **pod_device.SIGNATURES,
+    **DEVICE_SIGNATURES,
     f"{_BACKEND}.init_forward_metadata": ("self", "forward_batch"),
     f"{_BACKEND}.init_forward_metadata_out_graph": ("self", "forward_batch", "in_capture"),
     f"{_BACKEND}.forward_extend": (
@@ -66,7 +66,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 }
 
 
-class TritonPodAttnBackend(pod_device.DevicePod, TritonAttnBackend):  # type: ignore[misc]
+class TritonPodAttnBackend(DevicePod, TritonAttnBackend):  # type: ignore[misc]
     """One per model runner. A forward's slots are gathered once: what the parent gathers is a part
     of them, which it gets when a layer is left to it."""
 

@@ -11,14 +11,6 @@ import torch
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration.attention import reference
 from sglang_tiered.integration.attention.pod import NAME, PodAttention, compile_kernels
-from sglang_tiered.integration.attention.pod_flags import (
-    FLASH,
-    FLASHINFER,
-    HINT,
-    REFERENCE,
-    TRITON,
-    startup_line,
-)
 from sglang_tiered.integration.compat import check_signatures
 from sglang_tiered_kernels.pod_attention import PodShape, supports
 
@@ -27,6 +19,14 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+_FLASH, _FLASHINFER, _TRITON, _REFERENCE = "fa3", "flashinfer", "triton", "reference"
+_PARENTS = {
+    _FLASH: "SGLang's FlashAttention 3",
+    _FLASHINFER: "SGLang's FlashInfer backend",
+    _TRITON: "SGLang's Triton backend",
+    _REFERENCE: "the reference backend",
+}
 
 
 def register() -> None:
@@ -50,15 +50,18 @@ def _create(runner: ModelRunner) -> Any:
 
     PodAttention.statistics.serving = True
     on_cpu = torch.device(runner.device).type == "cpu"
-    parent = REFERENCE if on_cpu else _parent_of(runner)
+    parent = _REFERENCE if on_cpu else _parent_of(runner)
     logger.info(_startup_line(runner, parent))
     if not get_schedule().enable_mixed_chunk:
-        logger.warning(HINT)
+        logger.warning(
+            "attention backend pod: pass --enable-mixed-chunk; without it prefill and decode rows "
+            "hardly ever meet in one batch, and this backend changes next to nothing."
+        )
     if on_cpu:
         if runner.use_mla_backend:
             reference.always_absorb(NAME)
         return reference.ReferencePodAttnBackend(runner)
-    make = {FLASH: _over_flash, FLASHINFER: _over_flashinfer, TRITON: _over_triton}[parent]
+    make = {_FLASH: _over_flash, _FLASHINFER: _over_flashinfer, _TRITON: _over_triton}[parent]
     backend = make(runner)
     if backend.serves:
         kinds = compile_kernels(backend, runner.model, runner.dtype)
@@ -74,13 +77,13 @@ def _parent_of(runner: ModelRunner) -> str:
 
     # Each has its own class for latent attention, and wants streams and audits for drafts.
     if runner.use_mla_backend or get_spec().speculative_algorithm is not None:
-        return TRITON
+        return _TRITON
     chosen = get_default_attn_backend(get_server_args(), False, runner.model_config)
     serves = {
-        FLASH: runner.kv_cache_dtype != torch.float8_e5m2,
-        FLASHINFER: get_parallel().attn_dcp_size == 1,
+        _FLASH: runner.kv_cache_dtype != torch.float8_e5m2,
+        _FLASHINFER: get_parallel().attn_dcp_size == 1,
     }
-    return str(chosen) if serves.get(chosen, False) else TRITON
+    return str(chosen) if serves.get(chosen, False) else _TRITON
 
 
 def _over_flash(runner: ModelRunner) -> Any:
@@ -124,13 +127,19 @@ def _startup_line(runner: ModelRunner, parent: str) -> str:
         q_dtype=runner.dtype,
         kv_dtype=runner.kv_cache_dtype,
     )
-    reason = supports(shape, runner.device)
+    below, reason = _PARENTS[parent], supports(shape, runner.device)
     if runner.use_mla_backend:
         reason = "latent attention has kernels of its own"
     elif model.is_encoder_decoder:
         reason = "an encoder's keys come before its own"
+    if reason is not None:
+        return f"attention backend pod leaves this model to {below}: {reason}."
+    kernels = "the PyTorch form of the POD" if parent == _REFERENCE else "the POD"
     words = (
         f"{shape.num_q_heads} query heads on {shape.num_kv_heads}, head size {shape.head_dim}, "
         f"{shape.q_dtype} on {shape.kv_dtype}, pages of {shape.page_size}"
+    ).replace("torch.", "")
+    return (
+        f"attention backend pod: extends with decode rows, mixed batches above all, go through "
+        f"{kernels} kernels ({words}), everything else through {below}."
     )
-    return startup_line(reason=reason, shape=words.replace("torch.", ""), parent=parent)

@@ -356,7 +356,7 @@ class LoadScheduler:
             start, end = end, end + span.num_pages
             if end > num_planned:
                 if self.planner.wants_probe(span.tier):
-                    storage.transfers.probe_tier(hashes[max(start, num_planned) : end], span.tier)
+                    storage.probe_tier(hashes[max(start, num_planned) : end], span.tier)
                 return
 
     # ---- While it runs ----

@@ -8,8 +8,8 @@ Active only where CUDA is absent (``plugin.activate_platform``). SGLang's own CP
 
 1. ``pool_host.common.ALLOC_MEMORY_FUNCS["cpu"]``: host memory is not registered with CUDA.
 2. ``HostKVCache.__init__``: ``pin_memory`` is always false.
-3. ``transfer_kv_*direct*`` in four modules of ``pool_host``: copies in PyTorch, since the names are
-   imported from ``sgl_kernel`` only under CUDA.
+3. ``transfer_kv_*direct*`` in four modules of ``pool_host``: our own (``host_copies``), since the
+   names are imported from ``sgl_kernel`` only under CUDA.
 4. ``HICACHE_HOST_MEMORY_RESERVE_BYTES``: 10 GiB kept free is a GPU server's figure; a laptop or CI
    machine has less in all.
 """
@@ -27,19 +27,13 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_tiered.errors import ConfigError
+from sglang_tiered.integration.cpu import host_copies
 from sglang_tiered.integration.cpu.memory import HOST_MEMORY_RESERVE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
-    import numpy.typing as npt
 
-    Rows = npt.NDArray[np.uint8]
-
-
-# Copying row by row costs more than a gathered copy below this size, and less above it.
-LARGE_ROW_BYTES = 4096
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
@@ -134,11 +128,7 @@ def patch_host_pools() -> None:
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_unregistered
     for module in (mha, mla, mamba, dsa):
-        for function in (
-            transfer_kv_direct,
-            transfer_kv_all_layer_direct_lf_pf,
-            transfer_kv_per_layer_direct_pf_lf,
-        ):
+        for function in host_copies.FUNCTIONS:
             setattr(module, function.__name__, function)
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = HOST_MEMORY_RESERVE_BYTES
     _never_pin(base.HostKVCache)
@@ -169,94 +159,6 @@ def _never_pin(host_pool_class: Any) -> None:
         original(*bound.args, **bound.kwargs)
 
     host_pool_class.__init__ = without_pinning
-
-
-def page_ids(token_indices: torch.Tensor, page_size: int) -> list[int]:
-    """Return the page numbers of token indices. token_indices: [pages * page_size] int64.
-
-    Raises ``ValueError`` if they are not whole pages: other rows would be copied.
-    """
-    slots = token_indices.numpy()
-    first = slots[::page_size]
-    whole = (first[:, None] + range(page_size)).reshape(-1)
-    if len(slots) % page_size or (first % page_size).any() or (slots != whole).any():
-        raise ValueError(
-            f"copies are of whole pages of {page_size} slots that begin at a multiple of it, not "
-            f"of {', '.join(map(str, slots[: 2 * page_size]))}; allocate pages "
-            "(PagedTokenToKVPoolAllocator)."
-        )
-    ids: list[int] = (first // page_size).tolist()
-    return ids
-
-
-def _bytes(tensor: torch.Tensor, *shape: int) -> Rows:
-    """Return a tensor's memory as [*shape, bytes]. Raises where that would need a copy."""
-    rows: Rows = tensor.view(*shape, -1).view(torch.uint8).numpy()
-    return rows
-
-
-def _copy_rows(target: Rows, to: list[int], source: Rows, of: list[int]) -> None:
-    """Assign ``target[to] = source[of]`` on the calling thread.
-
-    PyTorch divides such a copy among the threads of a forward pass, and waiting for them takes
-    several times as long as the copy. 12 MB took 10 ms in a server on two cores, where one thread
-    alone takes 1.4 to 2.7 ms.
-    """
-    if source.shape[1] >= LARGE_ROW_BYTES:
-        for to_row, of_row in zip(to, of, strict=True):
-            target[to_row] = source[of_row]
-    else:
-        target[to] = source[of]
-
-
-def transfer_kv_direct(
-    src_layers: list[torch.Tensor],
-    dst_layers: list[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    page_size: int,
-) -> None:
-    """Copy tokens between two layer-first pools, layer by layer. Each layer: [tokens, ...]."""
-    for source, target in zip(src_layers, dst_layers, strict=True):
-        target[dst_indices] = source[src_indices]
-
-
-def transfer_kv_all_layer_direct_lf_pf(
-    src_ptrs: list[torch.Tensor],
-    dst_ptrs: list[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    page_size: int,
-) -> None:
-    """Copy device (layer first) to host (page first), every layer.
-
-    ``src_ptrs``: the layers of each half in turn (MHA: K layers, then V layers; MLA: the layers),
-    each [tokens, ...]. ``dst_ptrs``: one host buffer per half, [pages, layers, page_size, ...].
-    """
-    num_layers = len(src_ptrs) // len(dst_ptrs)
-    src_pages, dst_pages = page_ids(src_indices, page_size), page_ids(dst_indices, page_size)
-    for half, target in enumerate(dst_ptrs):
-        pages = _bytes(target, target.shape[0], num_layers)  # [pages, layers, bytes]
-        for layer in range(num_layers):
-            source = src_ptrs[half * num_layers + layer]
-            rows = _bytes(source, source.shape[0] // page_size)
-            _copy_rows(pages[:, layer], dst_pages, rows, src_pages)
-
-
-def transfer_kv_per_layer_direct_pf_lf(
-    src_ptrs: list[torch.Tensor],
-    dst_ptrs: list[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    layer_id: int,
-    page_size: int,
-) -> None:
-    """Copy host (page first) to device (layer first), one layer; the halves as above."""
-    src_pages, dst_pages = page_ids(src_indices, page_size), page_ids(dst_indices, page_size)
-    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
-        pages = _bytes(source, source.shape[0], source.shape[1])  # [pages, layers, bytes]
-        rows = _bytes(target, target.shape[0] // page_size)
-        _copy_rows(rows, dst_pages, pages[:, layer_id], src_pages)
 
 
 def around_dtype(original: Callable[..., torch.dtype], config: Any, dtype: Any) -> torch.dtype:

@@ -1,5 +1,5 @@
-"""Processes of a server on a CPU: how SGLang's are started, as forks of the launcher, and that they
-keep freed memory.
+"""Processes of a server on a CPU: how SGLang's are started, as forks of the launcher, that they
+keep freed memory, and that torchvision can be imported. All this comes before SGLang's import.
 
 SGLang spawns them, since CUDA does not survive a fork, and each imports SGLang again: over half of
 the processor time of a start. Only the launcher forks, while it has no other thread: a lock that
@@ -10,12 +10,15 @@ spawned as ever.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import importlib.util
 import multiprocessing
 import os
 import signal
 import threading
 from multiprocessing import resource_tracker, util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _forking_pid = 0
+
+# torch.library objects undo their definitions when collected, so they live as long as the process.
+_libraries: list[Any] = []
 
 
 # Parameters of mallopt(3).
@@ -93,3 +99,28 @@ def keep_freed_memory() -> bool:
     is_mapped_late: int = mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BLOCK_BYTES)
     is_kept: int = mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
     return bool(is_mapped_late and is_kept)
+
+
+def declare_torchvision_operators() -> None:
+    """Declare ``torchvision::nms`` and ``torchvision::qnms`` unless they exist. Idempotent.
+
+    Torchvision's compiled operators fail to load beside a CPU build of torch, and load beside its
+    CUDA build, even without a GPU. SGLang needs only ``torchvision.transforms``, so declaring what
+    torchvision looks up at its import is enough.
+    """
+    import torch
+
+    if _libraries:
+        return
+    # Load torchvision's own definitions first: after these they would end the process.
+    found = importlib.util.find_spec("torchvision")
+    for folder in (found and found.submodule_search_locations) or ():
+        for path in Path(folder).glob("_C*.so"):
+            with contextlib.suppress(ImportError, OSError):
+                torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    if hasattr(torch.ops.torchvision, "nms"):
+        return
+    library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _libraries.append(library)

@@ -8,8 +8,7 @@ What is changed, and why:
 
 1. ``torch.version.cuda`` is None from the platform's activation, which SGLang does before it
    defines ``is_cuda``, until ``prepare``: ``is_cuda`` asks once and keeps its answer.
-2. ``transfer_kv_*direct*`` in four modules of ``pool_host``: copies in PyTorch
-   (``host_copies``).
+2. ``transfer_kv_*direct*`` in four modules of ``pool_host``: our own (``cpu.host_copies``).
 3. ``_is_cuda`` and ``CUDA_CAPABILITY`` of SGLang's Triton attention for prefills, which only choose
    tiles by them: without them it would take those of the oldest devices.
 4. Norms and rotary embeddings, by SGLang's registry for platforms (``layers``): in plain PyTorch
@@ -88,7 +87,8 @@ def prepare() -> None:
     from sglang.srt.mem_cache.pool_host import base, dsa, mamba, mha, mla
     from sglang.srt.utils import is_cuda
 
-    from sglang_tiered.integration.cuda_native import host_copies, layers
+    from sglang_tiered.integration.cpu import host_copies
+    from sglang_tiered.integration.cuda_native import layers
 
     if is_cuda():  # a process that imported SGLang before it could see this platform
         raise ConfigError("SGLang was imported before the platform for CUDA without sgl_kernel.")
@@ -98,8 +98,8 @@ def prepare() -> None:
     os.environ.setdefault("SGLANG_ENABLE_WAR_BARRIER", "1")
     base._is_cuda = True  # noqa: SLF001
     for module in (mha, mla, mamba, dsa):
-        for name in host_copies.__all__:
-            setattr(module, name, getattr(host_copies, name))
+        for function in host_copies.FUNCTIONS:
+            setattr(module, function.__name__, function)
     layers.register(DISPATCH_KEY)
     from sglang.kernels.ops.attention import extend_attention
 

@@ -43,6 +43,7 @@ from sglang_tiered.integration.storage.host_pages import (
     page_segments,
     pool_label,
 )
+from sglang_tiered.integration.storage.probing import MAX_PROBE_PAGES, probe_tier
 from sglang_tiered.integration.storage.queries import TierQueries
 from sglang_tiered.integration.storage.remote_erasures import RemoteErasures
 from sglang_tiered.integration.storage.tiers import (
@@ -50,10 +51,9 @@ from sglang_tiered.integration.storage.tiers import (
     open_remote_tiers,
     open_shard,
 )
-from sglang_tiered.integration.storage.transfers import ReadPlanner, TierTransfers
 from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
 from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
-from sglang_tiered.storage.base import REMOTE_TIERS, Erasure, Run
+from sglang_tiered.storage.base import REMOTE_TIERS, Erasure, Reason, Run, Stop, Tier
 from sglang_tiered.storage.promises import all_true, keep, keep_as, promise
 from sglang_tiered.storage.stack import TierStack
 
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.identity.tenants import HiddenPages
     from sglang_tiered.integration.storage.admission_gate import QueuedStore
     from sglang_tiered.integration.storage.machine_budget import BudgetStats, MachineBudget
+    from sglang_tiered.integration.storage.probing import ReadPlanner
     from sglang_tiered.integration.storage.shared_pages import SharingRanks
     from sglang_tiered.policy.admission import Outcome
     from sglang_tiered.storage.base import Job, Meter
@@ -115,7 +116,7 @@ class TieredStorage(TierQueries):
         self._lender: PageLender | None = None
         self._stack: TierStack | None = None
         self._budget: MachineBudget | None = None
-        self.remote_erasures: RemoteErasures | None = None  # made only with an index or a bucket
+        self.remote_erasures: RemoteErasures | None = None  # where scheduler steps can hide them
         self._gate: StoreGate | None = None
         self._namespace = b""
         self._search: NamespaceSearch | None = None  # while the namespace is not known
@@ -124,9 +125,8 @@ class TieredStorage(TierQueries):
         self._stores_suspended = False  # the tree holds KV of other weights
         self._dropping_stores = False  # memory is about to be emptied
         self._storing: set[Job] = set()  # begun by the backup thread
-        self._planner: ReadPlanner | None = None
+        self._planner: ReadPlanner | None = None  # is told of every read
         self._seen_pages: SeenPages | None = None  # where anyone copies pages
-        self.transfers: TierTransfers  # from when the host pools are registered
         # Of what a load's reads are told, by its handle.
         self.meter_of: Callable[[Any], Meter | None] = lambda _: None
         self.accounting: PageAccounting  # from when the host pools are registered
@@ -203,7 +203,7 @@ class TieredStorage(TierQueries):
             page_bytes=max_page_bytes,
             may_promote=lambda: gate.takes_everything,
             order=lambda: REMOTE_TIERS if self._planner is None else self._planner.far_order(),
-            on_told=self.remote_erasures,
+            on_told=self.remote_erasures or self.erase,
         )
         if self.stack.remote:
             self._seen_pages = SeenPages(self.mem_pool_host, self._page_size())
@@ -214,7 +214,6 @@ class TieredStorage(TierQueries):
             self._collect()
         if self.knows_namespace and not search.is_nameless:
             self._remember_namespace()
-        self._make_transfers()
         stats = region.stats()
         logger.info(
             "NVMe tier open: namespace %s, %d pages of earlier runs found, %d of %d bytes in use",
@@ -226,7 +225,7 @@ class TieredStorage(TierQueries):
         if sharing is None:
             return None
         self._lender = PageLender(
-            region.directory, self.transfers.begin_for_others, lambda: self.stack.generation
+            region.directory, self._begin_for_others, lambda: self.stack.generation
         )
         self._set_claim()
         return region.directory
@@ -239,11 +238,7 @@ class TieredStorage(TierQueries):
         self._search = search if answer is None else None
         self._is_nameless = search.is_nameless
         self._keep_books(writes_per_day=None)
-        self._make_transfers()
         self._set_claim()
-
-    def _make_transfers(self) -> None:
-        self.transfers = TierTransfers(self.stack, self.page_bytes())
 
     def _keep_books(self, *, writes_per_day: int | None) -> None:
         self.accounting = PageAccounting(self.mem_pool_host.logical_size, self._page_size())
@@ -253,10 +248,10 @@ class TieredStorage(TierQueries):
             page_bytes=self.page_bytes(),
             writes_per_day=writes_per_day,
         )
-        if self._config.peers is not None or self.has_object_tier:
+        # With a pipeline only the tiers are told: its stages would hide at different times.
+        has_remote = self._config.peers is not None or self.has_object_tier
+        if has_remote and self._storage_config.pp_size == 1:
             self.remote_erasures = RemoteErasures(self._gate, self.erase)
-            if self._storage_config.pp_size > 1:
-                self.remote_erasures.clear_tiers_only()
 
     def _set_claim(self, *, changing: bool = False) -> None:
         """State what the pages are of. ``changing``: it is about to change, so state nothing."""
@@ -288,9 +283,20 @@ class TieredStorage(TierQueries):
         return self._storage_config.logical_page_size or int(self.mem_pool_host.page_size)
 
     def use_planner(self, planner: ReadPlanner) -> None:
-        """Tell ``planner`` of every load from now on, and measure the tier if it holds anything."""
+        """Tell ``planner`` of every read from now on, and measure NVMe if it holds anything."""
         self._planner = planner
-        self.transfers.use_planner(planner)
+
+        def begins(tier: Tier, num_bytes: int) -> Callable[[Job], None]:
+            reading = planner.begin_read(num_bytes, tier)
+            return lambda job: planner.end_read(reading, is_complete=all(job.ok))
+
+        self.stack.observe(begins)
+        self.probe_tier([key.hex() for key in self.stack.nvme.some_keys(MAX_PROBE_PAGES)])
+
+    def probe_tier(self, hashes: Sequence[str], tier: Tier = Tier.NVME) -> None:
+        """Have the planner measure a tier with KV pages that it holds."""
+        assert self._planner is not None
+        probe_tier(self.stack, self._planner, self.page_bytes(), hashes, tier)
 
     @property
     def namespace(self) -> bytes:
@@ -514,11 +520,22 @@ class TieredStorage(TierQueries):
         tenant: bytes | None = None,
         meter: Meter | None = None,
     ) -> Job:
-        """Begin to read pages into host memory. Waits for no I/O."""
+        """Begin to read pages into host memory; the planner learns from each tier's reads. What a
+        remote tier serves is kept on NVMe for ``tenant``, if that is known. Waits for no I/O."""
         pages = page_segments(self._pool(pool), host_indices, len(hashes))
         run = Run(tuple(self._keys(pool, hashes)), pages, meter=meter)
-        submit = partial(self.transfers.begin_load, tenant=tenant)
+        submit = partial(self._begin_load, tenant=tenant)
         return submit(run) if self._lender is None else self._lender.load(run, submit)
+
+    def _begin_load(self, run: Run, tenant: bytes | None = None) -> Job:
+        deadline_s = None if self._planner is None else self._planner.far_deadline_s
+        return self.stack.submit_load(run, deadline_s=deadline_s, tenant=tenant)
+
+    def _begin_for_others(self, run: Run) -> Job:
+        """Begin to read pages for a rank that shares those of this one, which loads them itself too
+        and knows whose they are. Any thread."""
+        stack = self.stack
+        return self._begin_load(run) if stack.remote else stack.nvme.submit_load(run)
 
     def note_loaded(self, job: Job, host_indices: torch.Tensor) -> None:
         """Note where the KV pages of a load lie, once that is done."""
@@ -552,10 +569,19 @@ class TieredStorage(TierQueries):
         return BegunStore(job, host_indices, num_pages, admitted, why, counts)
 
     def end_store(self, begun: BegunStore) -> list[bool]:
-        """Return which pages of a store are held, once its job is done."""
+        """Wait for a store; return which of its pages are held. One that was on its way already may
+        have failed there since."""
         stored = []
         if begun.job is not None:
-            stored = self.transfers.wait_for_store(begun.job)
+            begun.job.wait()
+            stored = [
+                reason is Reason.OK
+                or (
+                    reason is Reason.DUPLICATE
+                    and self.stack.nvme.lookup([key]).stop in (Stop.END, Stop.PENDING)
+                )
+                for key, reason in zip(begun.job.run.keys, begun.job.reasons, strict=True)
+            ]
             with self.gate.lock:
                 self._storing.discard(begun.job)
         stored += [False] * (begun.num_pages - begun.num_admitted)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import StorageOperation
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.storage.backend import BegunStore, TieredStorage
     from sglang_tiered.storage.base import Job
 
+
+_Piece = tuple["PoolName", "Sequence[str]", "torch.Tensor", int]
+"""A pool, hashes and slots of pages that are stored at once, and the number of the page behind."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +59,7 @@ class StoreOperation(StorageOperation):  # type: ignore[misc]
             host_indices, token_ids, hash_value=hash_value, pool_transfers=pool_transfers
         )
         self.queued = queued
-        self.left: Iterator[_StorePiece] | None = (
-            None  # to begin; None until the worker looks at it
-        )
+        self.left: Iterator[_Piece] | None = None  # to begin; None until the worker looks at it
         self.num_under_way = 0  # parts of it
         self.is_begun = False  # all that is to begin
         self.stored = [False] * len(self.hash_value)  # of KV
@@ -71,49 +72,24 @@ class StoreOperation(StorageOperation):  # type: ignore[misc]
         return num_leading if is_whole else num_leading // STORAGE_BATCH_SIZE * STORAGE_BATCH_SIZE
 
 
-class _StorePiece(NamedTuple):
-    """Pages of one pool that are stored at once. ``end``: the number of the page behind them."""
-
-    pool: PoolName
-    hashes: Sequence[str]
-    host_indices: torch.Tensor
-    end: int
-
-
+@dataclass(eq=False, slots=True)
 class _StoredPart:
-    """A piece under way. ``ended_at`` is set before its job is done."""
+    """Pages of a node that are being stored, up to page ``end`` of their pool."""
 
-    def __init__(
-        self, operation: StoreOperation, piece: _StorePiece, begun: BegunStore, begun_at: float
-    ) -> None:
-        self.operation, self.piece, self.begun = operation, piece, begun
-        self.begun_at = self.ended_at = begun_at
-        self.job: Job | None = begun.job
-        self.num_bytes = 0 if begun.job is None else begun.job.run.num_bytes
-
-
-class _WriteSpeed:
-    """Bytes written per second of the time in which a store was under way."""
-
-    def __init__(self) -> None:
-        self._num_bytes = self._busy_s = 0.0
-        self._last_end = 0.0
+    node: StoreOperation
+    pool: PoolName
+    end: int
+    begun: BegunStore
+    begun_at: float
+    ended_at: float  # set before its job is done
 
     @property
-    def bytes_per_s(self) -> float:
-        """Return the measured speed; 0 before the first store."""
-        return self._num_bytes / self._busy_s if self._busy_s else 0.0
+    def job(self) -> Job | None:
+        return self.begun.job
 
-    def note(self, part: _StoredPart) -> None:
-        """Note a part that ended. What was held, refused or failed says nothing of the disk."""
-        busy_s = part.ended_at - max(part.begun_at, self._last_end)
-        self._last_end = max(part.ended_at, self._last_end)
-        if part.job is None or any(reason is not Reason.OK for reason in part.job.reasons):
-            return
-        self._num_bytes += part.num_bytes
-        self._busy_s += max(0.0, busy_s)
-        if self._busy_s > MEASURED_S:
-            self._num_bytes, self._busy_s = self._num_bytes / 2, self._busy_s / 2
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.job is None else self.job.run.num_bytes
 
 
 class BackupWorker:
@@ -136,7 +112,8 @@ class BackupWorker:
         self._controller, self._tiers, self._clock = controller, tiers, clock
         self._queue = controller.backup_queue
         self._page_bytes = cache(tiers.page_bytes)
-        self._speed = _WriteSpeed()
+        # Bytes written in so many seconds with a store under way, and when the last one ended.
+        self._num_written = self._busy_s = self._last_end = 0.0
         self._nodes: deque[StoreOperation] = deque()  # not acked
         self._to_begin: deque[StoreOperation] = deque()  # of these
         self._parts: set[_StoredPart] = set()  # under way
@@ -145,7 +122,8 @@ class BackupWorker:
     @property
     def part_bytes(self) -> float:
         """Return how much is stored at once."""
-        return min(MAX_PART_BYTES, max(MIN_PART_BYTES, PART_S * self._speed.bytes_per_s))
+        bytes_per_s = self._num_written / self._busy_s if self._busy_s else 0.0
+        return min(MAX_PART_BYTES, max(MIN_PART_BYTES, PART_S * bytes_per_s))
 
     def run(self) -> None:
         try:
@@ -194,7 +172,7 @@ class BackupWorker:
                 node.is_begun = True
                 self._to_begin.popleft()
 
-    def _pieces(self, node: StoreOperation) -> Iterator[_StorePiece]:
+    def _pieces(self, node: StoreOperation) -> Iterator[_Piece]:
         if node.pool_transfers:
             self._controller._resolve_sidecar_kv_derived_pool_transfers(node)  # noqa: SLF001
             self._controller._resolve_sidecar_nonkv_derived_pool_transfers(node)  # noqa: SLF001
@@ -206,20 +184,20 @@ class BackupWorker:
 
     def _cut(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor
-    ) -> Iterator[_StorePiece]:
+    ) -> Iterator[_Piece]:
         page_slots = len(host_indices) // len(hashes)
         start = 0
         while start < len(hashes):
             num_pages = max(1, int(self.part_bytes // self._page_bytes(pool)))
             end = min(start + num_pages, len(hashes))
             slots = host_indices[start * page_slots : end * page_slots]
-            yield _StorePiece(pool, hashes[start:end], slots, end)
+            yield pool, hashes[start:end], slots, end
             start = end
 
-    def _begin(self, node: StoreOperation, piece: _StorePiece) -> None:
-        begun_at = self._clock()
-        begun = self._tiers.begin_store(piece.pool, piece.hashes, piece.host_indices, node.queued)
-        part = _StoredPart(node, piece, begun, begun_at)
+    def _begin(self, node: StoreOperation, piece: _Piece) -> None:
+        (pool, hashes, slots, end), now = piece, self._clock()
+        begun = self._tiers.begin_store(pool, hashes, slots, node.queued)
+        part = _StoredPart(node, pool, end, begun, now, now)
         node.num_under_way += 1
         self._num_bytes += part.num_bytes
         self._parts.add(part)
@@ -227,38 +205,49 @@ class BackupWorker:
             self._end(part)
         else:
             part.job.call_at_end(lambda _: self._note_end(part))
-        if piece.pool == PoolName.KV and begun.num_admitted < begun.num_pages:
-            self._refuse_rest(node, piece, begun)
+        if pool == PoolName.KV and begun.num_admitted < begun.num_pages:
+            self._refuse_rest(node, end, begun)
 
     def _note_end(self, part: _StoredPart) -> None:
         part.ended_at = self._clock()
         self._queue.put(part)
 
-    def _refuse_rest(self, node: StoreOperation, piece: _StorePiece, begun: BegunStore) -> None:
+    def _refuse_rest(self, node: StoreOperation, end: int, begun: BegunStore) -> None:
         """Count what admission refused beyond a part: it is never begun."""
         node.left = iter(())
-        if num_left := len(node.hash_value) - piece.end:
-            slots = node.host_indices[-num_left * (len(piece.host_indices) // begun.num_pages) :]
+        if num_left := len(node.hash_value) - end:
+            slots = node.host_indices[-num_left * (len(begun.host_indices) // begun.num_pages) :]
             rest = replace(begun, job=None, host_indices=slots, num_pages=num_left, num_admitted=0)
             self._end_store(rest)
 
     # ---- What has ended ----
 
     def _end(self, part: _StoredPart) -> None:
-        node = part.operation
+        node = part.node
         self._parts.remove(part)
         self._num_bytes -= part.num_bytes
         node.num_under_way -= 1
-        self._speed.note(part)
+        self._note_speed(part)
         stored = self._end_store(part.begun)
-        if part.piece.pool != PoolName.KV:
+        if part.pool != PoolName.KV:
             return
-        node.stored[part.piece.end - len(stored) : part.piece.end] = stored
+        node.stored[part.end - len(stored) : part.end] = stored
         if not all(stored):  # the rest is of no use
             node.left = iter(())
             for other in self._parts:
-                if other.operation is node:
+                if other.node is node:
                     self._cancel(other)
+
+    def _note_speed(self, part: _StoredPart) -> None:
+        """Note a part that ended. What was held, refused or failed says nothing of the disk."""
+        busy_s = part.ended_at - max(part.begun_at, self._last_end)
+        self._last_end = max(part.ended_at, self._last_end)
+        if part.job is None or any(reason is not Reason.OK for reason in part.job.reasons):
+            return
+        self._num_written += part.num_bytes
+        self._busy_s += max(0.0, busy_s)
+        if self._busy_s > MEASURED_S:
+            self._num_written, self._busy_s = self._num_written / 2, self._busy_s / 2
 
     def _end_store(self, begun: BegunStore) -> list[bool]:
         try:

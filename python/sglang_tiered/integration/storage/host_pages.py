@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.pool_host.mha import (
 )
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from sglang_tiered.codecs import LOSSY_CODEC_NAMES, PageLayout
+from sglang_tiered.codecs import PageLayout
 from sglang_tiered.codecs.base import ITEM_BYTES
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.storage.region.notes import PageSize
@@ -40,10 +40,8 @@ def page_layout(pool: Any) -> PageLayout:
 
 
 def check_codec(name: str, pools: Mapping[PoolName, Any]) -> None:
-    """Raise ``ConfigError`` for a lossy codec that could take a page of another pool for one of the
-    KV pool's. Both have the same length then, and the engine knows pages by their keys only."""
-    if name not in LOSSY_CODEC_NAMES:
-        return
+    """Raise ``ConfigError`` where a lossy codec could take a page of another pool for one of the KV
+    pool's. Both have the same length then, and the engine knows pages by their keys only."""
     num_bytes = page_bytes(pools[PoolName.KV])
     for other, pool in pools.items():
         if other != PoolName.KV and page_bytes(pool) == num_bytes:

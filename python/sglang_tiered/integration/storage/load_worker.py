@@ -134,7 +134,7 @@ class LoadWorker:
         if not self._to_begin:  # the tiers are perhaps not open yet
             return
         try:
-            num_pages = self._tiers.transfers.part_bytes / self._page_bytes()
+            num_pages = self._tiers.part_bytes / self._page_bytes()
         except Exception:
             logger.exception("no load can begin; their requests compute their prompts")
             for load in self._to_begin:

@@ -3,6 +3,7 @@ thread, memory only."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
@@ -17,9 +18,13 @@ if TYPE_CHECKING:
 
     from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.identity.namespace_search import NamespaceSearch
+    from sglang_tiered.integration.storage.probing import ReadPlanner
     from sglang_tiered.storage.base import Span
     from sglang_tiered.storage.stack import TierStack
 
+
+PART_S = 0.02
+FIRST_PART_BYTES, MAX_PART_BYTES = 1 << 20, 64 << 20
 
 _NO_POOL = "no pool has this name"
 """No tier holds pages of it."""
@@ -36,6 +41,7 @@ class TierQueries(HiCacheStorage):  # type: ignore[misc]
 
     _config: TieredConfig
     _search: NamespaceSearch | None
+    _planner: ReadPlanner | None
 
     @property
     def stack(self) -> TierStack:
@@ -101,6 +107,19 @@ class TierQueries(HiCacheStorage):  # type: ignore[misc]
     def _pool_names(self) -> list[PoolName]:
         # KV may be registered by name too.
         return list(dict.fromkeys([PoolName.KV, *getattr(self, "registered_pools", {})]))
+
+    @property
+    def part_bytes(self) -> float:
+        """Return how much to read at once: what NVMe reads in ``PART_S``, and little until it was
+        measured, for a request that gives up keeps the parts that have arrived. Remote tiers take
+        their time for any read and serve many at once, so with them it is all that is asked
+        for."""
+        if self.stack.remote:
+            return math.inf
+        if self._planner is None:
+            return MAX_PART_BYTES
+        speed = self._planner.bytes_per_s
+        return FIRST_PART_BYTES if speed is None else min(MAX_PART_BYTES, PART_S * speed)
 
     @property
     def takes_stores(self) -> bool:

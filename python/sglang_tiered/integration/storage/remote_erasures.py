@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -50,12 +50,6 @@ _Packed = tuple[bytes, bytes | None, bytes | None]
 """Id, tenant and keys; with neither of these all that there is."""
 
 
-class _WaitingErasure(NamedTuple):
-    what: Erasure
-    hashes: Sequence[str]
-    heard_at: float
-
-
 class RemoteErasures:
     """Takes erasures by ``__call__``, on any thread; ``step`` is on the scheduler's. ``erase`` is
     that of the tiers."""
@@ -70,27 +64,27 @@ class RemoteErasures:
         self._erase = erase
         self._clock = clock
         self._lock = threading.Lock()
-        self._waiting: dict[bytes, _WaitingErasure] = {}  # by id, as is ``_hidden``: the last ones
+        # By id, and when each was heard of; ``_hidden`` has the ids of the last ones.
+        self._waiting: dict[bytes, tuple[Erasure, float]] = {}
         self._hidden: dict[bytes, None] = {}
         self._pages: Counter[str] = Counter()  # that wait, and for how many
-        self._is_followed = True
         gate.heard = self._pages
 
     def __call__(self, what: Erasure) -> Future[bool]:
         """Erase what another server did. True once that is durable here."""
         with self._lock:
-            if self._is_followed:
-                for piece in what.pieces:
-                    self._wait(piece)
-                if len(self._waiting) > MAX_WAITING or len(self._pages) > MAX_WAITING_PAGES:
-                    self._clear()
-                    self._wait(Erasure(spread=False))
-                self._block()
+            for piece in what.pieces:
+                self._wait(piece)
+            if len(self._waiting) > MAX_WAITING or len(self._pages) > MAX_WAITING_PAGES:
+                self._waiting.clear()
+                self._pages.clear()
+                self._wait(Erasure(spread=False))
+            self._block()
         return self._erase(what)
 
     def _wait(self, what: Erasure) -> None:
         if what.id not in self._hidden and what.id not in self._waiting:
-            self._waiting[what.id] = _WaitingErasure(what, what.hashes, self._clock())
+            self._waiting[what.id] = what, self._clock()
             self._pages.update(what.hashes)
 
     def ask(self, agreement: RankAgreement) -> None:
@@ -124,8 +118,8 @@ class RemoteErasures:
         with self._lock:
             packed: list[_Packed] = []
             num_pages = 0
-            for what, hashes, _ in self._waiting.values():
-                num_pages += len(hashes)
+            for what, _ in self._waiting.values():
+                num_pages += len(what.keys or ())
                 if num_pages > MAX_PACKED_PAGES:
                     break
                 keys = None if what.keys is None else b"".join(what.keys)
@@ -148,32 +142,20 @@ class RemoteErasures:
     def _give_up(self) -> None:
         with self._lock:
             last = self._clock() - MAX_BLOCKED_S
-            self._remove([name for name, each in self._waiting.items() if each.heard_at <= last])
-
-    def clear_tiers_only(self) -> None:
-        """Leave memory alone from now on: there is none that could tell the stages of a pipeline
-        of it."""
-        with self._lock:
-            self._is_followed = False
-            self._clear()
-            self._block()
+            self._remove([name for name, (_, heard) in self._waiting.items() if heard <= last])
 
     def _remove(self, names: Iterable[bytes]) -> None:
         for name in names:
             if (waiting := self._waiting.pop(name, None)) is not None:
-                for page in waiting.hashes:
+                for page in waiting[0].hashes:
                     self._pages[page] -= 1
                     if not self._pages[page]:
                         del self._pages[page]
         self._block()
 
-    def _clear(self) -> None:
-        self._waiting.clear()
-        self._pages.clear()
-
     def _block(self) -> None:
         self._gate.blocked = frozenset(
-            each.what.tenant for each in self._waiting.values() if each.what.keys is None
+            what.tenant for what, _ in self._waiting.values() if what.keys is None
         )
 
 

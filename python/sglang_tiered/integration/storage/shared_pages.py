@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +65,6 @@ def gather_over_ranks(value: Any) -> list[Any]:
     return gathered
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    shard: str | None  # of a lender
-    failure: str | None
-
-
 class SharingRanks:
     """Knows the ranks that share pages with this one. Every one of them must make one and then call
     ``meet``: both wait for the last."""
@@ -100,21 +93,19 @@ class SharingRanks:
         """Open the tiers here, which of a lender returns its shard, and hear of the others; returns
         the shard of this machine's lender. Raises what ``open_tiers`` does, and ``ConfigError``
         where that of another rank failed: all ranks have the tiers or none."""
-        mine = _Opened(None, "it was interrupted")
+        shard, failure = None, "it was interrupted"
         try:
-            shard = open_tiers()
-            mine = _Opened(None if shard is None else str(shard), None)
+            shard, failure = open_tiers(), ""
         except Exception as error:
-            mine = _Opened(None, str(error))
+            failure = str(error)
             raise
         finally:
-            opened = gather_over_ranks(mine)
-        for rank, each in enumerate(opened):
-            if each.failure is not None:
-                raise ConfigError(f"rank {rank} could not open the tiers: {each.failure}")
-        lender = opened[self._here[0]].shard
-        assert lender is not None, "a lender has a shard"
-        return Path(lender)
+            opened = gather_over_ranks((shard, failure))
+        for rank, (_, failure) in enumerate(opened):
+            if failure:
+                raise ConfigError(f"rank {rank} could not open the tiers: {failure}")
+        lenders: Path = opened[self._here[0]][0]
+        return lenders
 
 
 def _place(directory: Path) -> tuple[str, int, int]:

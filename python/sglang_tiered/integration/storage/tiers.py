@@ -171,7 +171,7 @@ def open_remote_tiers(
     page_bytes: int,
     may_promote: Callable[[], bool],
     order: Callable[[], Sequence[Tier]],
-    on_told: Callable[[Erasure], Future[bool]] | None,
+    on_told: Callable[[Erasure], Future[bool]],
 ) -> TierStack:
     """Open the tiers beyond the shard. Returns at once: they are contacted in the background, and
     miss until they answer. ``rank`` is this process's among those of the server,
@@ -187,7 +187,6 @@ def open_remote_tiers(
         )
     remote: list[TierEngine] = []
     if config.peers is not None:
-        assert on_told is not None
         try:
             remote.append(_open_peers(config, rank, shard, namespace, on_told))
         except BaseException:

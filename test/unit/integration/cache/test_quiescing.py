@@ -100,7 +100,7 @@ def test_load_aborted_before_its_answer_keeps_ranks_busy(cache: Any) -> None:
 def test_measuring_the_disk_keeps_no_rank_busy(cache: Any, disk: threading.Event) -> None:
     store(cache, TOKENS)
     disk.clear()
-    cache.storage.transfers.probe_tier(keys_of(TOKENS))
+    cache.storage.probe_tier(keys_of(TOKENS))
     wait_for_disk(cache)
     assert is_idle(cache)
 

@@ -216,5 +216,4 @@ def test_lossy_codec_is_refused_with_equal_page_lengths() -> None:
     kv = heads().host_pool
     with pytest.raises(ConfigError, match="the codec int8 cannot be used .* swa pool"):
         check_codec("int8", {PoolName.KV: kv, PoolName.SWA: heads().host_pool})
-    check_codec("zstd", {PoolName.KV: kv, PoolName.SWA: heads().host_pool})
     check_codec("int8", {PoolName.KV: kv, PoolName.MAMBA: states().host_pool})

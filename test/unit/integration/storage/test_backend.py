@@ -362,6 +362,16 @@ def test_unfindable_pages_stay_out_of_the_bucket(
 
 
 @pytest.mark.usefixtures("bucket")
+def test_pipeline_stage_leaves_memory_alone(make: Storages) -> None:
+    """Its stages would hide at different times, and what waits for a scheduler blocks stores."""
+    storage = make.open(make_pool(0), pp_size=2)
+    assert storage.remote_erasures is None
+    store_pages(storage, hashes("a"), slots(0))
+    assert is_true(storage.stack._on_told(Erasure(spread=False)), TIMEOUT_S)
+    assert storage.batch_exists(hashes("a")) == 0
+
+
+@pytest.mark.usefixtures("bucket")
 def test_pages_are_demoted_under_the_namespace_read(make: Storages, weights: Weights) -> None:
     weights.take_long()
     storage = make.open(make_pool(0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +36,11 @@ class Disk(ToldDisk):
         self.noted: dict[str, int] = {}  # the first slots of pages that were loaded
         self.begins: Callable[[], object] = lambda: None
         self.meter_of = lambda handle: None
-        self.transfers: Any = SimpleNamespace(part_bytes=part_pages * PAGE_BYTES)
+        self._part_bytes = part_pages * PAGE_BYTES
+
+    @property
+    def part_bytes(self) -> float:
+        return self._part_bytes
 
     def begin_load(
         self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor, **_: Any

@@ -174,12 +174,3 @@ def test_beyond_the_bound_memory_alone_hides_all(beyond: int) -> None:
     step(ranks)
     assert rank.hidden == [None] if beyond else len(rank.hidden) == MAX_PACKED_PAGES
     assert not any(each.is_everything for each in rank.erased)
-
-
-def test_pipeline_stage_leaves_memory_alone() -> None:
-    """Its stages would hide at different times, and what waits for a scheduler blocks stores."""
-    (rank,) = make_ranks(1)
-    rank.hear_pages(KEY)
-    rank.heard.clear_tiers_only()
-    rank.hear(A)
-    assert len(rank.erased) == 2 and rank.stores(A) and rank.stores(B, KEY)

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kit.clock import Clock
+from sglang_tiered.integration.storage.probing import read_in_steps
 from sglang_tiered.integration.storage.tier_timing import TierTiming
-from sglang_tiered.integration.storage.transfers import read_in_steps
 from sglang_tiered.policy.cost_model import TransferCost
 
 MB = 1 << 20

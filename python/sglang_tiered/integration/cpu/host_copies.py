@@ -1,9 +1,11 @@
-"""Copies between a CUDA device's pools and host pools, without ``sgl_kernel``: a launch a call.
+"""Copies between a device's pools and host pools, without ``sgl_kernel``.
 
-They have SGLang's names and signatures (``sgl_kernel.kvcacheio``), and run on the current stream of
-the thread that calls; nothing waits for them, and SGLang's events say when they are done. SGLang's
-pools register host memory with CUDA, so the kernel reads and writes that memory by its address,
-over the bus. Indices are on the CPU, and are read before a call returns.
+They have SGLang's names and signatures (``sgl_kernel.kvcacheio``). Indices are on the CPU, and are
+read before a call returns. On a CPU the calling thread has copied by then.
+
+On CUDA each call is a launch on the current stream of its thread; nothing waits for it, and
+SGLang's events say when it is done. SGLang's pools register host memory with CUDA, so the kernel
+reads and writes that memory by its address, over the bus.
 """
 
 from __future__ import annotations
@@ -13,21 +15,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_tiered.integration.cpu.platform import page_ids
 from sglang_tiered_kernels.page_copy import copy_between
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "transfer_kv_all_layer_direct_lf_pf",
-    "transfer_kv_direct",
-    "transfer_kv_per_layer_direct_pf_lf",
-]
-
 THREAD_BLOCKS = 32
-"""Of a launch. Each has 8 KiB under way, all together several times what a bus holds; the rest of
-the device goes on computing. Not measured yet."""
+"""Of a launch on CUDA. Each has 8 KiB under way, all together several times what a bus holds; the
+rest of the device goes on computing. Not measured yet."""
 
 
 def transfer_kv_direct(
@@ -75,6 +70,13 @@ def transfer_kv_per_layer_direct_pf_lf(
     _copy(sources, src_indices, targets, dst_indices, page_size)
 
 
+FUNCTIONS = (
+    transfer_kv_direct,
+    transfer_kv_all_layer_direct_lf_pf,
+    transfer_kv_per_layer_direct_pf_lf,
+)
+
+
 def _copy(
     sources: Sequence[torch.Tensor],
     src_indices: torch.Tensor,
@@ -91,6 +93,24 @@ def _copy(
         device=target if source.type == "cpu" else source,
         max_blocks=THREAD_BLOCKS,
     )
+
+
+def page_ids(token_indices: torch.Tensor, page_size: int) -> list[int]:
+    """Return the page numbers of token indices. token_indices: [pages * page_size] int64.
+
+    Raises ``ValueError`` if they are not whole pages: other rows would be copied.
+    """
+    slots = token_indices.numpy()
+    first = slots[::page_size]
+    whole = (first[:, None] + range(page_size)).reshape(-1)
+    if len(slots) % page_size or (first % page_size).any() or (slots != whole).any():
+        raise ValueError(
+            f"copies are of whole pages of {page_size} slots that begin at a multiple of it, not "
+            f"of {', '.join(map(str, slots[: 2 * page_size]))}; allocate pages "
+            "(PagedTokenToKVPoolAllocator)."
+        )
+    ids: list[int] = (first // page_size).tolist()
+    return ids
 
 
 class _PageNumbers(threading.local):

@@ -1,5 +1,8 @@
 """Paged attention in plain PyTorch: only the new queries, each KV head read once.
 
+It serves SGLang on machines without a GPU (``--attention-backend reference``), and is what faster
+kernels are checked against.
+
 A *row* is a slot of the KV cache. A sequence is its rows in token order, so key ``j`` of sequence
 ``i`` is ``key_cache[rows[i][j]]``; rows may be scattered. No slot outside ``rows`` is read, nor any
 that a sliding window hides from every query, so such slots may hold anything, NaN included.
@@ -50,12 +53,9 @@ class _DecodeGroup:
     mask: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class DecodePlan:
-    """Which cache rows each sequence of a decode batch reads, shared by all layers that read the
-    same rows under the same window. Owns its index tensors. Make it with ``plan_decode``."""
-
-    groups: tuple[_DecodeGroup, ...]
+DecodePlan = list[_DecodeGroup]
+"""Which cache rows each sequence of a decode batch reads, shared by all layers that read the same
+rows under the same window. Owns its index tensors. Make it with ``plan_decode``."""
 
 
 def plan_decode(rows: Sequence[torch.Tensor], *, sliding_window: int | None = None) -> DecodePlan:
@@ -67,7 +67,7 @@ def plan_decode(rows: Sequence[torch.Tensor], *, sliding_window: int | None = No
     if sliding_window is not None:
         rows = [r[max(0, len(r) - 1 - sliding_window) :] for r in rows]
     order = sorted((i for i, r in enumerate(rows) if len(r)), key=lambda i: -len(rows[i]))
-    groups: list[_DecodeGroup] = []
+    groups: DecodePlan = []
     members: list[int] = []
     waste = 0
     for i in order:
@@ -80,7 +80,7 @@ def plan_decode(rows: Sequence[torch.Tensor], *, sliding_window: int | None = No
         members.append(i)
     if members:
         groups.append(_pad_group(rows, members))
-    return DecodePlan(tuple(groups))
+    return groups
 
 
 def _pad_group(rows: Sequence[torch.Tensor], members: list[int]) -> _DecodeGroup:
@@ -117,9 +117,9 @@ def decode(
     kv_heads = key_cache.shape[1]
     out = query.new_zeros(query.shape[0], query.shape[1], value_cache.shape[-1])
     grouped_sinks = None if sinks is None else sinks.float().view(kv_heads, -1, 1)
-    longest = max((len(group.rows) for group in plan.groups), default=0)
+    longest = max((len(group.rows) for group in plan), default=0)
     gather = _Gather(key_cache, value_cache, query.dtype, longest)
-    for group in plan.groups:
+    for group in plan:
         batch = len(group.sequences)
         # [batch * keys, kv_heads, dim] -> [batch, kv_heads, keys, dim]
         key, value = (

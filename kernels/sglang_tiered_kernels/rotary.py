@@ -1,4 +1,5 @@
-"""One launch that rotates the queries and keys of all tokens where they lie."""
+"""Rotary position embeddings (RoPE, arXiv 2104.09864): one launch that rotates the queries and keys
+of all tokens where they lie."""
 
 from __future__ import annotations
 
