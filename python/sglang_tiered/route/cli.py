@@ -57,7 +57,7 @@ def _run(given: list[str]) -> int:
         from sglang_tiered.route.service import run_picker
 
         return run_picker(config, with_parent=options.with_parent)
-    from sglang_tiered.route.launcher import run_front
+    from sglang_tiered.route.envoy import run_front
 
     return run_front(config, given)
 

@@ -10,7 +10,6 @@ from sglang_tiered.policy.routing import retry_after_s
 @pytest.mark.parametrize(
     ("limit_s", "predicted_s", "queue_s", "after_s"),
     [
-        (None, 1e9, 10.0, None),
         (2.0, 2.0, 10.0, None),
         (2.0, 5.5, 10.0, 4),
         (2.0, 5.5, 0.5, 1),
@@ -20,6 +19,6 @@ from sglang_tiered.policy.routing import retry_after_s
     ],
 )
 def test_late_requests_come_again_when_queues_are_shorter(
-    limit_s: float | None, predicted_s: float, queue_s: float, after_s: int | None
+    limit_s: float, predicted_s: float, queue_s: float, after_s: int | None
 ) -> None:
     assert retry_after_s(limit_s, predicted_s, queue_s) == after_s

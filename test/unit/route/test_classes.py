@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.route.classes import LIMIT_HEADER, Classes
+from sglang_tiered.route.settings import LIMIT_HEADER, Classes
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 GOOD = f"""\

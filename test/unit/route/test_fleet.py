@@ -18,7 +18,7 @@ from sglang_tiered.policy.server_costs import EventSource, costs_key
 from sglang_tiered.route import fleet
 from sglang_tiered.route.envoy import CLUSTERS, read_members, write_members
 from sglang_tiered.route.fleet import Fleet, Member
-from sglang_tiered.route.source import Source
+from sglang_tiered.route.settings import Source
 from sglang_tiered.sharing import membership
 
 ENOUGH_BYTES = 32 << 20
@@ -291,7 +291,6 @@ def test_replica_that_returns_is_asked_on(followed: Followed) -> None:
         followed.server.ranks = ranks
         eventually(lambda ranks=ranks: set(followed.member.replicas) == set(ranks))
     followed.wait_until_asked()
-    assert len(followed.fleet.view.states) == 2, "places are used again"
 
 
 def test_servers_learn_no_operators_key(followed: Followed) -> None:

@@ -54,7 +54,7 @@ def test_taken_port_and_bad_certificate_are_refused(
 def test_front_loads_neither_torch_nor_sglang() -> None:
     code = (
         "import json, sys\n"
-        "import sglang_tiered.route.launcher, sglang_tiered.route.service\n"
+        "import sglang_tiered.route.envoy, sglang_tiered.route.service\n"
         "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     )
     ended = ran(sys.executable, "-c", code, check=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_tiered.route.source import Source
+from sglang_tiered.route.settings import Source
 
 NAMES = {"one.test": "192.0.2.1", "two.test": "192.0.2.2", "six.test": "2001:db8::6"}
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_tiered.demo.model import BEGIN, END, byte_tokenizer, tokenizer_config
-from sglang_tiered.route.prompt import Prompt, ask_of, parse_body
-from sglang_tiered.route.tokens import LocalTokenizer, TokenReader
+from sglang_tiered.route.prompt import LocalTokenizer, Prompt, TokenReader, ask_of, parse_body
 
 
 @pytest.fixture

@@ -162,9 +162,8 @@ class Books:
                 for server, factor in zip(servers, factors, strict=True)
             ]
         self._reporters = list(map(Reporter, servers, wrong))
-        self.told = RouterView()
-        for reporter in self._reporters:
-            self.told.add(reporter.take(0.0), 0.0)
+        self._told = RouterView()
+        self.states = [self._told.state(one.take(0.0), 0.0) for one in self._reporters]
 
     # ---- Events ----
 
@@ -205,10 +204,10 @@ class Books:
         for where in (self.truth, self.view, self.predicted):
             where.forget_server(server)
         self._late = collections.deque(late for late in self._late if late[1] != server)
-        state = self.told.states[server]
+        state = self.states[server]
         state.slowdown = 1.0
         state.sent.clear()
-        self.told.report(server, self.record(server, now_s), now_s)
+        self._told.report(state, self.record(server, now_s), now_s)
 
     # ---- Requests ----
 
@@ -232,7 +231,7 @@ class Books:
 
     def handed(self, job: Job) -> None:
         """It was sent to a decode server too."""
-        state = self.told.decode_states[job.decode]
+        state = self.states[job.decode].decode
         job.expected = job.tokens + int(self.mean_new_tokens)
         state.num_running += 1
         state.num_tokens += job.expected
@@ -249,7 +248,7 @@ class Books:
 
     def ended(self, job: Job) -> None:
         """Its decode server has no more to do with it."""
-        state = self.told.decode_states[job.decode]
+        state = self.states[job.decode].decode
         state.num_running = max(0, state.num_running - 1)
         state.num_tokens = max(0, state.num_tokens - job.expected)
         self.active.remove(job.decode, job)
@@ -281,17 +280,18 @@ class Books:
         """Take in what all servers say now."""
         for number, server in enumerate(self._servers):
             if server.is_live:
-                self.told.report(number, self.record(number, now_s), now_s)
-                decode = self.told.decode_states[number]
+                self._told.report(self.states[number], self.record(number, now_s), now_s)
+                decode = self.states[number].decode
                 # What is on its way there no record has.
                 decode.num_running += self._num_coming[number]
                 decode.num_tokens += self._tokens_coming[number]
 
-    def fresh_states(self, among: Iterable[int], now_s: float) -> list[ServerState]:
-        """Return the states, those of ``among`` with what the servers would say now."""
-        fresh = RouterView()
-        fresh.states = [dataclasses.replace(state, sent=[]) for state in self.told.states]
-        fresh.decode_states = [dataclasses.replace(state) for state in self.told.decode_states]
+    def fresh_states(self, among: Iterable[int], now_s: float) -> dict[int, ServerState]:
+        """Return the states of ``among``, with what the servers would say now."""
+        fresh = {}
         for number in among:
-            fresh.report(number, self.record(number, now_s), now_s)
-        return fresh.states
+            state = self.states[number]
+            decode = dataclasses.replace(state.decode)
+            fresh[number] = dataclasses.replace(state, sent=[], decode=decode)
+            self._told.report(fresh[number], self.record(number, now_s), now_s)
+        return fresh
