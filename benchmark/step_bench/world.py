@@ -35,7 +35,7 @@ from sglang_tiered.integration.admin.cost_board import CostBoard
 from sglang_tiered.integration.admin.costs import CostPublisher
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity import namespace
-from sglang_tiered.integration.launch.resolve import resolve
+from sglang_tiered.integration.resolve import resolve
 from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:

@@ -368,15 +368,6 @@ class TieredConfig(msgspec.Struct, frozen=True, kw_only=True):
     request_log: RequestLogConfig | None = None  # None: no line is written of a request
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise ConfigError(f"num_ranks is {self.num_ranks}, but a server has at least one rank.")
-        if (self.mode is TierMode.NVME) != (self.nvme is not None):
-            raise ConfigError(f"mode {self.mode.value} and nvme settings contradict each other.")
-        if self.object is not None and self.nvme is None:
-            raise ConfigError(
-                f"--tier-object-url needs the NVMe tier above it; drop it or --tier-mode "
-                f"{self.mode.value}."
-            )
         if self.nvme is not None:
             share, region = self.nvme_bytes_per_rank, self.nvme.region_bytes
             ranks = f" for each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""

@@ -16,7 +16,7 @@ from peer_servers import NAMESPACE, OTHER, Server, Servers, key
 from kit.cost_records import record_of
 from kit.waiting import eventually
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
-from sglang_tiered.policy.routing import RouterView
+from sglang_tiered.policy.routing import ServerState
 from sglang_tiered.route import replicas
 from sglang_tiered.sharing.addresses import Target
 from sglang_tiered.sharing.pages import messages
@@ -227,8 +227,7 @@ def followed(picker: replicas.PageFollower, server: Server, *, keyed: bool = Fal
     """How many of some pages it is known to hold, and what ends that."""
     where, namespace = f"tcp://*:{server.pages.port}", server.sync.namespace.hex()
     record = record_of(MODEL, pages_at=where, namespace=namespace, server="00", keyed=keyed)
-    state = RouterView().state(record, 0.0)
-    replica = replicas.Replica(f"http://{HOST}:1", record, state)
+    replica = replicas.Replica(f"http://{HOST}:1", ServerState(record, 0.0))
     replica.following = (picker.start(replica),)
 
     def held(pages: range) -> int:

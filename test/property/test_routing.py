@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
+import copy
 import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kit.cost_records import record_of
 from sglang_tiered.policy.cost_model import MAX_OWN_LOSS, CostModel, PrefillCost, TransferCost
 from sglang_tiered.policy.routing import (
     TIE_S,
@@ -44,12 +46,21 @@ def make_costs(tiers: tuple[Prices, ...], prefill: float = 1e-4) -> CostModel:
     )
 
 
+def make_state(
+    costs: CostModel, free_s: float = 0.0, num_others: int = 0, slowdown: float = 1.0, **load: Any
+) -> ServerState:
+    """Of a server that is heard of for ever."""
+    state = ServerState(record_of(costs, num_others=num_others, **load), 0.0)
+    state.free_s, state.slowdown, state.silent_s = free_s, slowdown, math.inf
+    return state
+
+
 states = st.builds(
-    ServerState,
+    make_state,
     three.map(make_costs),
     free_s=seconds,
     busy=st.floats(0, 1),
-    ahead=ahead,
+    ahead_tokens=ahead,
     slowdown=st.floats(0.25, 4),
     service_s=st.floats(0, 1),
     num_others=st.integers(0, 50),
@@ -65,7 +76,7 @@ def score(state: ServerState, held: Held, rest: int, at_s: float = 0.0) -> float
 
 
 def idle(number: int) -> list[ServerState]:
-    return [ServerState(make_costs(())) for _ in range(number)]
+    return [make_state(make_costs(())) for _ in range(number)]
 
 
 def chosen(states: list[ServerState], num_tokens: int = 100, held: Any = None, **how: Any) -> Any:
@@ -86,13 +97,14 @@ def test_more_load_never_makes_a_server_better(
     busier: float,
     num_more: int,
 ) -> None:
-    loaded = dataclasses.replace(
-        calm,
-        free_s=calm.free_s + more_s,
-        busy=max(calm.busy, busier),
-        ahead=tuple(a + b for a, b in zip(calm.ahead, more_loading, strict=True)),
-        num_others=calm.num_others + num_more,
+    record, loaded = calm.record, copy.copy(calm)
+    loaded.record = msgspec.structs.replace(
+        record,
+        busy=max(record.busy, busier),
+        ahead_tokens=tuple(a + b for a, b in zip(record.ahead_tokens, more_loading, strict=True)),
     )
+    loaded.free_s += more_s
+    loaded.num_others += num_more
     assert score(calm, held, rest) <= score(loaded, held, rest) * (1 + 1e-9)
 
 
@@ -101,7 +113,7 @@ prompts = st.tuples(holdings, st.integers(1, 100_000))
 
 @given(states, st.lists(prompts, min_size=1, max_size=4), prompts, seconds, seconds)
 @example(  # a long one behind many short ones
-    ServerState(make_costs(()), free_s=3.0, busy=0.9, service_s=0.02),
+    make_state(make_costs(()), free_s=3.0, busy=0.9, service_s=0.02),
     *([(Held(), 60_000)], (Held(), 2000), 0.0, 0.0),
 )
 def test_requests_sent_never_make_their_server_better(
@@ -112,9 +124,8 @@ def test_requests_sent_never_make_their_server_better(
     later_s: float,
 ) -> None:
     """Not for any other prompt, then or later: it would draw them all to itself."""
-    state = dataclasses.replace(state, sent=[])
     for its_held, its_rest in sent:
-        before = dataclasses.replace(state, sent=[*state.sent])
+        before = copy.copy(state)
         state.reserve(now_s, estimate(state, its_held, tokens_of(its_held, its_rest), now_s).work_s)
         for at_s in (now_s, now_s + later_s):
             assert score(before, *other, at_s) <= score(state, *other, at_s) * (1 + 1e-9)
@@ -133,7 +144,7 @@ def test_expectations_follow_the_servers_own_plan(
         num_held=held.num_loadable,
         num_new=n - before,
         num_before=before,
-        ahead=state.ahead,
+        ahead=state.record.ahead_tokens,
         queue_wait_s=state.free_s,
         num_others=state.num_others,
         spans=spans,
@@ -155,7 +166,9 @@ def test_a_slower_tier_never_attracts(
 ) -> None:
     slower = list(tiers)
     slower[which] = (tiers[which][0] * factor, tiers[which][1] * factor)
-    one, other = (ServerState(make_costs(tuple(each)), queue_s, 0.5) for each in (tiers, slower))
+    one, other = (
+        make_state(make_costs(tuple(each)), queue_s, busy=0.5) for each in (tiers, slower)
+    )
     assert score(one, held, rest) <= score(other, held, rest) * (1 + 1e-9)
 
 
@@ -163,7 +176,7 @@ def test_a_slower_tier_never_attracts(
 def test_without_information_the_least_load_wins(
     queues: list[float], num_tokens: int, has_holder: bool
 ) -> None:
-    states = [ServerState(make_costs(()), free_s=queue_s) for queue_s in queues]
+    states = [make_state(make_costs(()), free_s=queue_s) for queue_s in queues]
     everywhere = Held(device=PAGE) if has_holder else Held()
     server, expected = chosen(states, num_tokens, elsewhere=everywhere, draw=lambda: 0.0)
     least = min(estimate(one, everywhere, num_tokens, 0.0).score_s for one in states)
@@ -238,7 +251,7 @@ def test_decode_goes_where_there_is_room(loads: list[tuple[int, int]], num_token
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 1000)), max_size=50))
 def test_what_is_learnt_stays_within_bounds(answers: list[tuple[float, float]]) -> None:
-    state = ServerState(make_costs(()))
+    state = make_state(make_costs(()))
     for predicted_s, seen_s in answers:
         state.answered(predicted_s, seen_s)
     assert 0.25 <= state.slowdown <= 4

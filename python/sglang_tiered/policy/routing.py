@@ -30,15 +30,12 @@ import math
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
-from weakref import WeakValueDictionary
 
 from sglang_tiered.policy.cost_model import MIN_GAIN, LoadPlan
-from sglang_tiered.policy.server_costs import TIERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from sglang_tiered.policy.cost_model import CostModel
     from sglang_tiered.policy.server_costs import RankCosts
 
 
@@ -99,19 +96,21 @@ class DecodeState:
     num_running: int = 0  # or about to, once they are handed over
     num_tokens: int = 0  # of what runs, at its end
     sent: list[tuple[float, int]] = field(default_factory=list)
-    """When requests were sent that no report contains, and their tokens at their end."""
+    """When requests were sent that no record contains, and their tokens at their end."""
 
     def reserve(self, now_s: float, num_tokens: int) -> None:
-        """Count a request that was sent and is not in a report yet."""
+        """Count a request that was sent and is not in a record yet."""
         self.num_running += 1
         self.num_tokens += num_tokens
         self.sent.append((now_s, num_tokens))
 
-    def reported(self, now_s: float, *, num_running: int, num_tokens: int, age_s: float) -> None:
-        """Take in what the server had to decode ``age_s`` ago. What was sent since comes on top."""
-        self.sent = [one for one in self.sent if one[0] > now_s - age_s]
-        self.num_running = num_running + len(self.sent)
-        self.num_tokens = num_tokens + sum(tokens for _, tokens in self.sent)
+    def report(self, record: RankCosts, now_s: float) -> None:
+        """Take in a record. What was sent since its snapshot comes on top."""
+        self.prices = step_prices(record.decode.moments)
+        self.max_tokens = max(1, record.device.capacity_tokens)
+        self.sent = [one for one in self.sent if one[0] > now_s - record.age_s]
+        self.num_running = record.decode.requests + record.waiting.requests + len(self.sent)
+        self.num_tokens = record.device.held_tokens + sum(tokens for _, tokens in self.sent)
 
     @property
     def next_step_s(self) -> float:
@@ -120,49 +119,44 @@ class DecodeState:
         return fixed + per_request * (self.num_running + 1)
 
 
-@dataclass(slots=True)
 class ServerState:
-    """What the router knows of a server. ``free_s`` is when its queue is expected to be empty, on
-    the caller's clock: what it reported last, and the work that was sent since. ``busy`` is the
-    share of the last seconds in which it prefilled, and ``ahead`` the tokens of loads under way by
-    tier. ``slowdown`` is the learnt quotient of seen and predicted times to the first token.
-    ``service_s`` is the mean work of its requests, ``num_others`` how many of them a prefill holds
-    up, and ``always_loads`` whether it loads all that it holds."""
+    """What a router knows of a server by its cost records, and by nothing else. Each data-parallel
+    replica is a server of its own here. The simulated router and a real one both hear of servers in
+    this way only.
 
-    costs: CostModel
-    free_s: float = 0.0
-    busy: float = 0.0
-    ahead: tuple[int, ...] = ()
-    host_token_s: float = 0.0  # seconds to copy a token from host memory to the device
-    slowdown: float = 1.0
-    service_s: float = 0.0
-    num_others: int = 0
-    always_loads: bool = False
-    silent_s: float = math.inf  # when it will have been silent for too long
-    sent: list[tuple[float, float]] = field(default_factory=list)
-    """When work was sent that no report contains, and the seconds of it."""
-    decode: DecodeState = field(default_factory=DecodeState)
+    ``free_s`` is when its queue is expected to be empty, on the caller's clock: what it reported
+    last, and the work that was sent since. At ``silent_s`` it will have been silent for too long.
+    ``num_others`` are the requests that a prefill holds up, ``slowdown`` is the learnt quotient of
+    seen and predicted times to the first token. ``sent`` tells when work was sent that
+    no record contains, and the seconds of it."""
+
+    def __init__(self, record: RankCosts, now_s: float) -> None:
+        self.slowdown = 1.0
+        self.sent: list[tuple[float, float]] = []
+        self.decode = DecodeState()
+        self.report(record, now_s)
+
+    def report(self, record: RankCosts, now_s: float) -> None:
+        """Take in a record, answered at ``now_s``. What was learnt of the server's answers stays.
+        What was sent since its snapshot comes on top of its queue beside the prefill that ran then,
+        and of what is left of that by now."""
+        self.record, self.costs = record, record.cost_model()
+        self.sent = [one for one in self.sent if one[0] > now_s - record.age_s]
+        self.free_s = now_s + record.wait_s() + sum(seconds for _, seconds in self.sent)
+        self.silent_s = now_s + max(SILENCE_S, record.left_s)
+        self.num_others = record.num_others + len(self.sent)
+        self.decode.report(record, now_s)
 
     def queue_s(self, now_s: float) -> float:
         """Return the work ahead of a request that comes now."""
         return max(0.0, self.free_s - min(now_s, self.silent_s))
 
     def reserve(self, now_s: float, seconds: float) -> None:
-        """Count a request that was sent and is not in a report yet. Its score is higher for it, or
+        """Count a request that was sent and is not in a record yet. Its score is higher for it, or
         the same, whatever comes next."""
         self.free_s = max(self.free_s, min(now_s, self.silent_s)) + seconds
         self.num_others += 1
         self.sent.append((now_s, seconds))
-
-    def reported(
-        self, now_s: float, *, queue_s: float, left_s: float, num_others: int, age_s: float
-    ) -> None:
-        """Take in what the server knew ``age_s`` ago: its queue beside the prefill that runs, and
-        what is left of that by now. What was sent since then comes on top."""
-        self.sent = [one for one in self.sent if one[0] > now_s - age_s]
-        self.free_s = now_s + left_s + queue_s + sum(seconds for _, seconds in self.sent)
-        self.silent_s = now_s + max(SILENCE_S, left_s)
-        self.num_others = num_others + len(self.sent)
 
     def answered(self, predicted_s: float, seen_s: float) -> None:
         """Learn what no price knows from a first token."""
@@ -185,8 +179,9 @@ class Estimate:
 
 def _num_delayed(state: ServerState, queue_s: float) -> float:
     """Return the number of requests that work at the end of a queue delays, on average."""
-    odds = MAX_CHARGE if state.busy >= 1 else min(MAX_CHARGE, state.busy / (1 - state.busy))
-    return odds if state.service_s < MIN_SERVICE_S else odds * (1 + queue_s / state.service_s)
+    busy, service_s = state.record.busy, state.record.service_s
+    odds = MAX_CHARGE if busy >= 1 else min(MAX_CHARGE, busy / (1 - busy))
+    return odds if service_s < MIN_SERVICE_S else odds * (1 + queue_s / service_s)
 
 
 class _Priced(NamedTuple):
@@ -205,7 +200,7 @@ def _price(state: ServerState, held: Held, num_tokens: int) -> _Priced:
     before = min(held.device + held.host, num_tokens - 1)
     new = num_tokens - before
     compute_s = costs.prefill.seconds(new, before)
-    fixed_s = costs.prefill.prices[0] + held.host * state.host_token_s
+    fixed_s = costs.prefill.prices[0] + held.host * state.record.prefill.prices[3]
     least_s = idle_s = compute_s
     if held.num_loadable:
         saved_s = costs.prefill.saved_seconds(min(held.num_loadable, new), new, before)
@@ -226,7 +221,7 @@ def _plan(
     """Return the plan that the server will make."""
     costs = state.costs
     parts = (held.nvme, held.peer, held.object)
-    if state.always_loads:
+    if state.record.always_loads:
         load_s = costs.load_seconds(parts, ahead)
         saved_s = costs.prefill.saved_seconds(min(held.num_loadable, new), new, before)
         least_s = max(0.0, load_s - queue_s) + compute_s - (1 - MIN_GAIN) * saved_s
@@ -257,7 +252,7 @@ def estimate(
     batch_s = state.costs.prefill.prices[0]
     plan = LoadPlan((), 0.0, 0.0, compute_s)
     if held.num_loadable:
-        plan = _plan(state, held, new, before, compute_s, state.ahead, queue_s)
+        plan = _plan(state, held, new, before, compute_s, state.record.ahead_tokens, queue_s)
     # As ``plan`` compares: only so is the least of all lengths a sum that no load lowers.
     total_s = max(plan.load_s, queue_s) + compute_s - (1 - MIN_GAIN) * plan.saved_s
     score_s = state.slowdown * (queue_s + plan.least_s + fixed_s)
@@ -337,8 +332,8 @@ def _bounds(
     bounds: list[tuple[float, Server, Held, _Priced]] = []
     known: dict[tuple[int, bool, float, Held], _Priced] = {}
     for server, state in states.items():
-        mine = held.get(server, elsewhere)
-        key = (id(state.costs), state.always_loads, state.host_token_s, mine)
+        mine, record = held.get(server, elsewhere), state.record
+        key = (id(state.costs), record.always_loads, record.prefill.prices[3], mine)
         priced = known.get(key)
         if priced is None:
             priced = known[key] = _price(state, mine, num_tokens)
@@ -399,55 +394,6 @@ def retry_after_s(limit_s: float, predicted_s: float, least_queue_s: float) -> i
         return None
     late_s = min(predicted_s - limit_s, least_queue_s, MAX_RETRY_S)
     return max(1, math.ceil(late_s))
-
-
-class RouterView:
-    """What a router makes of servers' cost records, and of nothing else. Each data-parallel replica
-    is a server of its own here. The simulated router and a real one both hear of servers in this
-    way only."""
-
-    def __init__(self) -> None:
-        # Servers with equal prices share one: of those that hold the same, one is priced.
-        self._models: WeakValueDictionary[Hashable, CostModel] = WeakValueDictionary()
-
-    def state(self, record: RankCosts, now_s: float) -> ServerState:
-        """Return the state of a server by its first record."""
-        made = ServerState(self._model(record))
-        self.report(made, record, now_s)
-        return made
-
-    def report(self, state: ServerState, record: RankCosts, now_s: float) -> None:
-        """Take in a record, answered at ``now_s``. What was learnt of the server's answers stays,
-        and so does what was sent to it since the snapshot."""
-        state.costs = self._model(record)
-        state.host_token_s = record.prefill.prices[3]
-        state.busy, state.service_s = record.busy, record.service_s
-        state.ahead, state.always_loads = record.ahead_tokens, record.always_loads
-        state.reported(
-            now_s,
-            queue_s=record.queue_wait_s,
-            left_s=record.left_s,
-            num_others=record.num_others,
-            age_s=record.age_s,
-        )
-        decode = state.decode
-        decode.prices = step_prices(record.decode.moments)
-        decode.max_tokens = max(1, record.device.capacity_tokens)
-        decode.reported(
-            now_s,
-            num_running=record.decode.requests + record.waiting.requests,
-            num_tokens=record.device.held_tokens,
-            age_s=record.age_s,
-        )
-
-    def _model(self, record: RankCosts) -> CostModel:
-        tiers = tuple(record.tiers[name].prices for name in TIERS)
-        sizes = (record.page_tokens, record.kv_bytes_per_token)
-        key = (record.prefill.prices, tiers, sizes)
-        model = self._models.get(key)
-        if model is None:
-            model = self._models[key] = record.cost_model()
-        return model
 
 
 def step_prices(moments: Sequence[float]) -> tuple[float, float]:

@@ -26,7 +26,7 @@ import aiohttp
 import yaml
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.extras import require
+from sglang_tiered.flags import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

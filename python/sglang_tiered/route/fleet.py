@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 import zmq.asyncio
 
-from sglang_tiered.policy.routing import RouterView
+from sglang_tiered.policy.routing import ServerState
 from sglang_tiered.policy.server_costs import (
     ABANDONED,
     FRESH_S,
@@ -137,7 +137,7 @@ class Fleet:
             call_key(key, SWITCH_CALL)  # it takes a while, and is kept
         self._key = key
         self.members: dict[str, Member] = {}
-        self.stored, self._view = PageFollower(), RouterView()
+        self.stored = PageFollower()
         self._session: aiohttp.ClientSession | None = None
         self._context = zmq.asyncio.Context()
 
@@ -361,13 +361,13 @@ class Fleet:
         for rank, record in records.items():
             replica = member.replicas.get(rank)
             if replica is None:
-                replica = Replica(member.url, record, self._view.state(record, now))
+                replica = Replica(member.url, ServerState(record, now))
                 work = asyncio.create_task(self._follow_events(replica, member.events))
                 replica.following = work, self.stored.start(replica)
                 member.replicas[rank] = replica
             else:
-                replica.url, replica.record = member.url, record
-                self._view.report(replica.state, record, now)
+                replica.url = member.url
+                replica.state.report(record, now)
 
     # ---- What each holds ----
 

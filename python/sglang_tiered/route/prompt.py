@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from sglang_tiered.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -67,32 +67,6 @@ CHAT_FIELDS = (
     *("continue_final_message", "chat_template_kwargs", "thinking", "task"),
 )
 """What a chat's tokens depend on."""
-
-
-class Body(msgspec.Struct):
-    """The fields of ``/generate`` and of OpenAI's calls that matter here. Any may hold anything:
-    the server says what is wrong with a request."""
-
-    input_ids: Any = None
-    text: Any = None
-    prompt: Any = None
-    messages: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    reasoning: Any = None
-    reasoning_effort: Any = None
-    continue_final_message: Any = None
-    chat_template_kwargs: Any = None
-    thinking: Any = None
-    task: Any = None
-    extra_key: Any = None
-    cache_salt: Any = None
-    lora_path: Any = None
-    model: Any = None
-    stream: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    sampling_params: Any = None
 
 
 @dataclass(slots=True)
@@ -132,25 +106,27 @@ class Prompt:
         return found
 
 
-def parse_body(data: bytes) -> Body:
-    """Parse a body. Raises ``ValueError`` for what is no JSON object."""
+def parse_body(data: bytes) -> dict[str, Any]:
+    """Parse a body of ``/generate`` or of OpenAI's calls. Any field may hold anything: the server
+    says what is wrong with a request. Raises ``ValueError`` for what is no JSON object."""
     try:
-        return msgspec.json.decode(data, type=Body)
+        body: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(str(error)) from error
+    return body
 
 
-def ask_of(body: Body, path: str = "/generate") -> dict[str, Any] | None:
+def ask_of(body: Mapping[str, Any], path: str = "/generate") -> dict[str, Any] | None:
     """Return what ``POST /v1/tokenize`` is asked for this prompt, of a batch its first; None where
     it holds tokens, or nothing that call takes."""
-    if body.input_ids is not None or path not in (*STREAMS, "/generate"):
+    if body.get("input_ids") is not None or path not in (*STREAMS, "/generate"):
         return None
-    model = body.model if isinstance(body.model, str) else "default"
-    if isinstance(body.messages, list):
-        fields = {name: getattr(body, name) for name in CHAT_FIELDS}
-        return {"model": model} | {key: value for key, value in fields.items() if value is not None}
-    text = _first(body.prompt if body.text is None else body.text)
-    return {"model": model, "prompt": text} if isinstance(text, str) else None
+    model, text = body.get("model"), body.get("text")
+    asked = {"model": model if isinstance(model, str) else "default"}
+    if isinstance(body.get("messages"), list):
+        return asked | {name: body[name] for name in CHAT_FIELDS if body.get(name) is not None}
+    text = _first(body.get("prompt") if text is None else text)
+    return {**asked, "prompt": text} if isinstance(text, str) else None
 
 
 def _first(value: Any) -> Any:
@@ -162,9 +138,12 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and type(value[0]) is int
 
 
-def prompt_of(body: Body, num_bytes: int, path: str, ids: Sequence[int] | None = None) -> Prompt:
+def prompt_of(
+    body: Mapping[str, Any], num_bytes: int, path: str, ids: Sequence[int] | None = None
+) -> Prompt:
     """Make a prompt of a body: of the ids in it, else of ``ids``, which its text is."""
-    found = _first(body.prompt if body.input_ids is None else body.input_ids)
+    found = body.get("input_ids")
+    found = _first(body.get("prompt") if found is None else found)
     if _is_ids(found):
         ids = found
     prompt = Prompt(max(1, num_bytes // BYTES_PER_TOKEN))
@@ -174,21 +153,22 @@ def prompt_of(body: Body, num_bytes: int, path: str, ids: Sequence[int] | None =
             prompt.num_tokens = max(1, len(prompt.ids))
         except (OverflowError, TypeError):
             prompt.ids = None
-    prompt.extra_key, prompt.cache_salt = body.extra_key, body.cache_salt
-    sampling = body.sampling_params if isinstance(body.sampling_params, dict) else {}
-    for bound in (body.max_completion_tokens, body.max_tokens, sampling.get("max_new_tokens")):
-        if isinstance(bound, int) and bound > 0:
-            prompt.max_new = bound
-            break
-    prompt.is_stream = body.stream is True and path in STREAMS
+    prompt.extra_key, prompt.cache_salt = body.get("extra_key"), body.get("cache_salt")
+    bounds = [body.get("max_completion_tokens"), body.get("max_tokens")]
+    if isinstance(sampling := body.get("sampling_params"), dict):
+        bounds.append(sampling.get("max_new_tokens"))
+    given = (bound for bound in bounds if isinstance(bound, int) and bound > 0)
+    prompt.max_new = next(given, MAX_NEW_TOKENS)
+    prompt.is_stream = body.get("stream") is True and path in STREAMS
     return prompt
 
 
-def _names_are_known(body: Body) -> bool:
+def _names_are_known(body: Mapping[str, Any]) -> bool:
     """An adapter is a part of the names that only its server knows; lists of tenants are of
     batches."""
-    texts = (body.extra_key, body.cache_salt)
-    has_adapter = body.lora_path or (isinstance(body.model, str) and ":" in body.model)
+    model = body.get("model")
+    has_adapter = body.get("lora_path") or (isinstance(model, str) and ":" in model)
+    texts = (body.get("extra_key"), body.get("cache_salt"))
     return not has_adapter and all(text is None or isinstance(text, str) for text in texts)
 
 
@@ -419,7 +399,7 @@ class TokenReader:
 
     def _read(
         self, data: bytes, path: str, sizes: Collection[int]
-    ) -> Prompt | tuple[Body, dict[str, Any]]:
+    ) -> Prompt | tuple[dict[str, Any], dict[str, Any]]:
         """Return the prompt, or what a server is to be asked for it."""
         body, ids = parse_body(data), None
         asked = ask_of(body, path) if len(data) <= MAX_TEXT_BYTES else None
@@ -431,7 +411,11 @@ class TokenReader:
 
 
 def _named(
-    body: Body, num_bytes: int, path: str, ids: Sequence[int] | None, sizes: Collection[int]
+    body: Mapping[str, Any],
+    num_bytes: int,
+    path: str,
+    ids: Sequence[int] | None,
+    sizes: Collection[int],
 ) -> Prompt:
     prompt = prompt_of(body, num_bytes, path, ids)
     for size in sizes:

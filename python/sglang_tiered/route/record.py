@@ -1,6 +1,7 @@
 """What a picker tells of its requests: ``Numbers``, which Prometheus reads, and by ``Recorder`` a
-trace in Mooncake's format, which ``sglang-tiered trace`` reads: times, lengths and names of the
-prompts' blocks, no text.
+trace in Mooncake's format, which ``sglang-tiered trace`` reads.
+
+A trace holds times, lengths and names of the prompts' blocks, no text.
 
 Blocks are named under a secret of this process, so that nobody finds out from the file what a
 prompt said; equal prompts have equal names until the next start. The length of an answer does not

@@ -213,15 +213,18 @@ def _is_held(key: int, held: list[set[int]]) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """``record`` is its last one, ``state`` what follows from all of them. ``known`` is the
-    ``PageFollower``'s."""
+    """``known`` is the ``PageFollower``'s."""
 
     url: str
-    record: RankCosts
     state: ServerState
     pages: HeldPages = field(default_factory=HeldPages)
     known: MirroredPeer | None = None
     following: tuple[asyncio.Task[None] | Future[None], ...] = ()
+
+    @property
+    def record(self) -> RankCosts:
+        """Its last one."""
+        return self.state.record
 
     @property
     def bit(self) -> int:

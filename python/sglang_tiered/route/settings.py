@@ -19,7 +19,6 @@ import yaml
 from msgspec import Meta
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.extras import require
 from sglang_tiered.flags import (
     DIRECTORY,
     FILE,
@@ -28,6 +27,7 @@ from sglang_tiered.flags import (
     Flag,
     count,
     parse_duration,
+    require,
     size,
     text,
 )

@@ -16,7 +16,7 @@ from route_mocks import Mock, Mocks
 from kit.waiting import eventually
 from sglang_tiered.policy.server_costs import EventSource, costs_key
 from sglang_tiered.route import fleet
-from sglang_tiered.route.envoy import CLUSTERS, read_members, write_members
+from sglang_tiered.route.envoy import CLUSTERS, read_members
 from sglang_tiered.route.fleet import Fleet, Member
 from sglang_tiered.route.settings import Source
 from sglang_tiered.sharing import membership
@@ -124,17 +124,6 @@ def test_picker_that_restarts_needs_no_redis(
             eventually(lambda: not first.fleet.members)
     finally:
         first.close()
-
-
-NOBODY = '{"resources": [{"endpoints": [{"lb_endpoints": [1]}]}]}'
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", NOBODY])
-def test_damaged_file_names_nobody(tmp_path: Path, text: str) -> None:
-    (tmp_path / "pool.json").write_text(text)
-    assert read_members(tmp_path) == {}
-    write_members(tmp_path, "pool", ["[::1]:80", "192.0.2.1:81"])
-    assert read_members(tmp_path) == {"[::1]:80": "pool", "192.0.2.1:81": "pool"}
 
 
 # ---- Answers that are none ----

@@ -13,7 +13,7 @@ import pytest
 from kit.clock import Clock
 from kit.cost_records import record_of
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
-from sglang_tiered.policy.routing import Held, RequestClass
+from sglang_tiered.policy.routing import Held, RequestClass, ServerState
 from sglang_tiered.policy.server_costs import DecodeLoad, Room, Waiting
 from sglang_tiered.route.fleet import Fleet, Member
 from sglang_tiered.route.picker import Picked, Picker, Refused
@@ -54,8 +54,8 @@ class World:
         if is_priced:
             for rank in range(num_ranks):
                 record = record_of(costs, **{"rank": rank, **more})
-                state = self.fleet._view.state(record, self.clock())
-                member.replicas[rank] = Replica(member.url, record, state)
+                state = ServerState(record, self.clock())
+                member.replicas[rank] = Replica(member.url, state)
                 member.role, member.bootstrap_port = record.role, record.bootstrap_port
             member.num_ranks = num_ranks
         member.is_up, member.seen_s = True, self.clock()

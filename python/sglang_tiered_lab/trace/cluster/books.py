@@ -10,12 +10,11 @@ alone or in the servers' own plans too.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_tiered.policy.routing import RouterView
+from sglang_tiered.policy.routing import ServerState
 from sglang_tiered_lab.trace.cluster.records import Reporter
 from sglang_tiered_lab.trace.cluster.residency import (
     DEVICE,
@@ -31,7 +30,6 @@ from sglang_tiered_lab.trace.replay.lru import lengths_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from sglang_tiered.policy.routing import ServerState
     from sglang_tiered.policy.server_costs import RankCosts
     from sglang_tiered_lab.trace.cluster.server import Job, Server
 
@@ -162,8 +160,7 @@ class Books:
                 for server, factor in zip(servers, factors, strict=True)
             ]
         self._reporters = list(map(Reporter, servers, wrong))
-        self._told = RouterView()
-        self.states = [self._told.state(one.take(0.0), 0.0) for one in self._reporters]
+        self.states = [ServerState(one.take(0.0), 0.0) for one in self._reporters]
 
     # ---- Events ----
 
@@ -207,7 +204,7 @@ class Books:
         state = self.states[server]
         state.slowdown = 1.0
         state.sent.clear()
-        self._told.report(state, self.record(server, now_s), now_s)
+        state.report(self.record(server, now_s), now_s)
 
     # ---- Requests ----
 
@@ -280,7 +277,7 @@ class Books:
         """Take in what all servers say now."""
         for number, server in enumerate(self._servers):
             if server.is_live:
-                self._told.report(self.states[number], self.record(number, now_s), now_s)
+                self.states[number].report(self.record(number, now_s), now_s)
                 decode = self.states[number].decode
                 # What is on its way there no record has.
                 decode.num_running += self._num_coming[number]
@@ -290,8 +287,6 @@ class Books:
         """Return the states of ``among``, with what the servers would say now."""
         fresh = {}
         for number in among:
-            state = self.states[number]
-            decode = dataclasses.replace(state.decode)
-            fresh[number] = dataclasses.replace(state, sent=[], decode=decode)
-            self._told.report(fresh[number], self.record(number, now_s), now_s)
+            state = fresh[number] = ServerState(self.record(number, now_s), now_s)
+            state.slowdown = self.states[number].slowdown
         return fresh

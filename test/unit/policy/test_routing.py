@@ -13,11 +13,11 @@ from kit import cost_records
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
 from sglang_tiered.policy.routing import (
     Held,
-    RouterView,
     ServerState,
     choose_decode,
     choose_server,
     estimate,
+    retry_after_s,
 )
 from sglang_tiered.policy.server_costs import (
     TIERS,
@@ -41,11 +41,8 @@ def record_of(**more: Any) -> RankCosts:
     return cost_records.record_of(MODEL, **{**load, **more})
 
 
-VIEW = RouterView()
-
-
 def state_of(record: RankCosts) -> ServerState:
-    return VIEW.state(record, 100.0)
+    return ServerState(record, 100.0)
 
 
 def test_what_was_sent_counts_until_snapshots_have_it() -> None:
@@ -55,7 +52,7 @@ def test_what_was_sent_counts_until_snapshots_have_it() -> None:
     decode.reserve(100.5, 700)
     for age_s, expected in ((0.75, (3, 1724)), (0.25, (2, 1024))):
         busy = {"decode": DecodeLoad(2, 8, (0,) * 6), "device": Room(1024, 4096)}
-        VIEW.report(state, record_of(age_s=age_s, **busy), 101.0)
+        state.report(record_of(age_s=age_s, **busy), 101.0)
         assert (decode.num_running, decode.num_tokens) == expected
 
 
@@ -64,7 +61,7 @@ def test_a_queue_ages_by_what_runs_alone() -> None:
     state = state_of(record_of(age_s=0.1))
     assert state.queue_s(100.0) == pytest.approx(0.65)
     for now_s in range(101, 160):
-        VIEW.report(state, record_of(age_s=float(now_s)), float(now_s))
+        state.report(record_of(age_s=float(now_s)), float(now_s))
         assert state.queue_s(float(now_s)) == pytest.approx(0.5)
 
 
@@ -84,23 +81,19 @@ def test_what_was_sent_since_the_snapshot_stays() -> None:
     state = state_of(record_of(**idle))
     for at_s in (100.1, 100.2, 100.3):
         state.reserve(at_s, 1.0)
-    VIEW.report(state, record_of(**idle, age_s=0.35), 100.5)
+    state.report(record_of(**idle, age_s=0.35), 100.5)
     assert state.queue_s(100.5) == pytest.approx(2.65 + 2.0)
     assert state.num_others == 3
-    VIEW.report(state, record_of(**idle, age_s=0.05), 100.6)
+    state.report(record_of(**idle, age_s=0.05), 100.6)
     assert state.queue_s(100.6) == pytest.approx(2.95)
     assert (state.num_others, state.sent) == (1, [])
 
 
 def test_equal_prices_are_one_model_until_they_change() -> None:
-    view = RouterView()
-    first, second = (view.state(record_of(), 100.0) for _ in range(2))
+    first, second = state_of(record_of()), state_of(record_of())
     assert first.costs is second.costs
-    dearer = PrefillPrices((1e-3, 1e-3, 1e-9, 1e-9), 9)
-    view.report(second, record_of(prefill=dearer), 101.0)
+    second.report(record_of(prefill=PrefillPrices((1e-3, 1e-3, 1e-9, 1e-9), 9)), 101.0)
     assert second.costs.prefill.prices[1] == 1e-3 > first.costs.prefill.prices[1]
-    view.report(first, record_of(prefill=dearer), 101.0)
-    assert len(view._models) == 1, "models that no server has stay for ever"
 
 
 @given(st.tuples(st.floats(1e-3, 0.1), st.floats(0, 1e-2)), st.sets(st.integers(1, 64), min_size=2))
@@ -148,3 +141,20 @@ def test_the_worst_record_hides_nobody(num_tokens: int, price: float, service_s:
         among = {one: states[one] for one in candidates}
         server, _ = choose_server(among, held, num_tokens, 100.0, draw=lambda: 0.0)
         assert server == candidates[-1]
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "predicted_s", "queue_s", "after_s"),
+    [
+        (2.0, 2.0, 10.0, None),
+        (2.0, 5.5, 10.0, 4),
+        (2.0, 5.5, 0.5, 1),
+        (2.0, 5.5, 0.0, None),
+        (2.0, float("inf"), float("inf"), 60),
+        (2.0, 1e6, 1e6, 60),
+    ],
+)
+def test_late_requests_come_again_when_queues_are_shorter(
+    limit_s: float, predicted_s: float, queue_s: float, after_s: int | None
+) -> None:
+    assert retry_after_s(limit_s, predicted_s, queue_s) == after_s

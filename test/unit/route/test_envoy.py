@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_tiered.route import envoy
+from sglang_tiered.route.envoy import read_members, write_members
 from sglang_tiered.route.settings import RouteConfig
 
 DEADLINE_S = 60.0
@@ -57,3 +58,14 @@ def test_picker_that_hangs_fails_the_start(
     front._picker_command = ["sleep", "60"]
     assert asyncio.run(front.run()) == 1
     assert "does not listen" in caplog.text
+
+
+NOBODY = '{"resources": [{"endpoints": [{"lb_endpoints": [1]}]}]}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", NOBODY])
+def test_damaged_file_names_nobody(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pool.json").write_text(text)
+    assert read_members(tmp_path) == {}
+    write_members(tmp_path, "pool", ["[::1]:80", "192.0.2.1:81"])
+    assert read_members(tmp_path) == {"[::1]:80": "pool", "192.0.2.1:81": "pool"}
