@@ -105,6 +105,18 @@ def count(metavar: str) -> Kind:
     return Kind(metavar, parse)
 
 
+def within(kind: Kind, least: float, most: float, unit: str = "") -> Kind:
+    """What another takes, from the least to the most; ``unit`` is for the sentence."""
+
+    def parse(flag: str, given: str) -> Any:
+        value = kind.parse(flag, given)
+        if not least <= value <= most:
+            raise ConfigError(f"{flag} {given} must be from {least:g}{unit} to {most:g}{unit}.")
+        return value
+
+    return Kind(kind.metavar, parse)
+
+
 def choice(values: Mapping[str, Any]) -> Kind:
     """One of these words, with the value that each stands for."""
     # In YAML on and off are true and false.

@@ -30,7 +30,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.client.http import TierClient
+from sglang_tiered.client.calls import TierClient
 from sglang_tiered.demo.server import (
     NotServingError,
     ServerProcess,

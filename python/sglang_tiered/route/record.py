@@ -161,14 +161,11 @@ class Recorder:
         self._started_s = clock()
         self._secret = secrets.token_hex(16)
         self._waiting: asyncio.Queue[tuple[float, Prompt]] = asyncio.Queue(MAX_WAITING)
-        self.num_dropped = 0
-        """Requests that are not in the file: too many came, or their tokens are not known."""
 
     def note(self, prompt: Prompt) -> None:
-        """Have a request written. Waits for nothing."""
-        if prompt.ids is None or self._waiting.full():
-            self.num_dropped += 1
-        else:
+        """Have a request written, unless too many came, or its tokens are not known. Waits for
+        nothing."""
+        if prompt.ids is not None and not self._waiting.full():
             self._waiting.put_nowait((self._clock() - self._started_s, prompt))
 
     async def run(self) -> None:

@@ -25,11 +25,13 @@ from sglang_tiered.flags import (
     ON_OFF,
     TIME,
     Flag,
+    Kind,
     count,
     parse_duration,
     require,
     size,
     text,
+    within,
 )
 from sglang_tiered.policy.routing import RequestClass
 from sglang_tiered.sharing.addresses import parse_index_url, resolve
@@ -38,9 +40,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-_PORT = _COUNT = count("N")
-MIN_COOLDOWN_S = 10.0
-"""Over so long servers count how busy they are."""
+def _ip_address(flag: str, given: str) -> str:
+    try:
+        ipaddress.ip_address(given)
+    except ValueError:  # Envoy resolves no name
+        raise ConfigError(
+            f"{flag} {given} is no IP address; write one, for example 127.0.0.1 or 0.0.0.0."
+        ) from None
+    return given
+
+
+ADDRESS = Kind("ADDRESS", _ip_address)
 
 LIMIT_HEADER = "x-llm-d-slo-ttft-ms"
 """With which a request asks for a shorter limit than its class has."""
@@ -67,13 +77,13 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     host: Annotated[
-        str, Flag("--host", text("ADDRESS"), "Where the front listens.", default="`127.0.0.1`")
+        str, Flag("--host", ADDRESS, "Where the front listens.", default="`127.0.0.1`")
     ] = "127.0.0.1"
     port: Annotated[
         int,
         Flag(
             "--port",
-            _PORT,
+            within(count("N"), 1, 65533),
             "Port of the front. The picker takes the next two: gRPC for gateways, HTTP for people "
             "and Prometheus.",
             default="30000",
@@ -96,7 +106,7 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Flag(
             "--picker-host",
-            text("ADDRESS"),
+            ADDRESS,
             "Where the picker's two ports listen. Neither knows a password: keep them inside.",
             default="`127.0.0.1`",
         ),
@@ -171,7 +181,7 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Flag(
             "--pick-timeout",
-            TIME,
+            within(TIME, 0.01, 10, "s"),
             "How long Envoy waits for the picker before it chooses by itself. Half of it may go "
             "into tokens; without them in time the prompt's length is guessed by its bytes.",
             default="`0.3s`",
@@ -191,20 +201,20 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Flag(
             "--balance-cooldown",
-            TIME,
+            within(TIME, 10, 86400, "s"),  # over ten seconds servers count how busy they are
             "Least time between two such changes; over so long load is measured.",
             default="`60s`",
         ),
     ] = 60.0
     balance_floor: Annotated[
         int,
-        Flag("--balance-floor", _COUNT, "Servers that each role keeps at least.", default="1"),
+        Flag("--balance-floor", count("N"), "Servers that each role keeps at least.", default="1"),
     ] = 1
     balance_tpot_s: Annotated[
         float,
         Flag(
             "--balance-tpot",
-            TIME,
+            within(TIME, 0.001, 10, "s"),
             "Time between two tokens at which a decode server has all that it can do.",
             default="`0.1s`",
         ),
@@ -235,35 +245,8 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "--servers is missing; name a file with one URL a line, dns://NAME:PORT or "
                 "redis://HOST."
             )
-        for flag, host in (("--host", self.host), ("--picker-host", self.picker_host)):
-            try:
-                ipaddress.ip_address(host)
-            except ValueError:  # Envoy resolves no name
-                raise ConfigError(
-                    f"{flag} {host} is no IP address; write one, for example 127.0.0.1 or 0.0.0.0."
-                ) from None
-        if not 1 <= self.port <= 65533:
-            raise ConfigError(
-                f"--port {self.port} leaves no room for the two above it; choose one of 1 to 65533."
-            )
         if (self.certificate is None) != (self.certificate_key is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; pass both.")
-        if not 0.01 <= self.pick_s <= 10:
-            raise ConfigError(
-                f"--pick-timeout {self.pick_s:g}s is no time to wait for a pick; choose one from "
-                "0.01s to 10s."
-            )
-
-        if self.balance_cooldown_s < MIN_COOLDOWN_S or self.balance_floor < 1:
-            raise ConfigError(
-                f"--balance-cooldown must be {MIN_COOLDOWN_S:g}s or more, --balance-floor at "
-                "least 1."
-            )
-        if not 0.001 <= self.balance_tpot_s <= 10:
-            raise ConfigError(
-                f"--balance-tpot {self.balance_tpot_s:g}s is no time between two tokens; choose "
-                "one from 0.001s to 10s."
-            )
         usual = dict(zip(self.__struct_fields__, self.__struct_defaults__, strict=True))
         of_balance = [name for name in usual if name.startswith("balance_")]
         if not self.with_balance and any(getattr(self, one) != usual[one] for one in of_balance):

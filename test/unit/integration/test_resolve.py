@@ -152,7 +152,7 @@ def test_ranks_of_one_machine_share_the_caps(resolve: Any) -> None:
         (f"{DECODE} --transfer-encrypt some", "--transfer-encrypt some is unknown"),
         (f"{DECODE} --transfer-window-bytes 0", "transfer-window-bytes 0 must be greater than"),
         (f"{DECODE} --transfer-connections 0", "0 is not a whole number from 1"),
-        (f"{DECODE} --transfer-connections 17", "--transfer-connections 17 must be at most 16"),
+        (f"{DECODE} --transfer-connections 17", "--transfer-connections 17 must be from 1 to 16"),
         (f"{DECODE} --transfer-codec gzip", "--transfer-codec gzip is unknown; choose one of none"),
         (f"{DECODE} --transfer-peer-timeout 1", "transfer-peer-timeout 1 must be from 2"),
         (f"{DECODE} --transfer-peer-timeout nan", "transfer-peer-timeout nan is not a time"),

@@ -31,7 +31,6 @@ KEY = "operator"
 def mocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mocks]:
     """One server that prefills, and has more to do than it can; three that rest."""
     monkeypatch.setattr("sglang_tiered.route.service.LOOK_S", 0.02)
-    monkeypatch.setattr("sglang_tiered.route.settings.MIN_COOLDOWN_S", 0.0)
     monkeypatch.setattr("sglang_tiered.policy.balance.MAX_DOUBLED", 0)
     made = Mocks([0] * 4)
     for number, mock in enumerate(made):
