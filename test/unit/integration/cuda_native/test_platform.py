@@ -93,7 +93,7 @@ def test_sglang_imports_on_cuda_without_its_kernels() -> None:
     scheduler import at start asks for no compiled kernel."""
     program = """
         import torch
-        torch.cuda.is_available = torch.plugin.has_accelerator = lambda: True
+        torch.cuda.is_available = torch.accelerator.is_available = lambda: True
         torch.cuda.get_device_capability = lambda *_: (9, 0)
         torch.cuda.get_device_name = lambda *_: "a device"
         torch.cuda.device_count = lambda: 1
