@@ -46,8 +46,7 @@ from bench_routing import MOONCAKE, Scale, make_plan, requests_of, speed_of
 from front_bench.modelled import ModelledFleet, ids_of, text_of
 from front_bench.result import spread, write_result
 from server_process import free_ports
-from sglang_tiered.route.envoy import CLUSTERS, configuration, write_members
-from sglang_tiered.route.launcher import program_of
+from sglang_tiered.route.envoy import CLUSTERS, configuration, program_of, write_members
 from sglang_tiered.route.settings import RouteConfig
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from kit import coverage_figure
@@ -25,6 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(coverage_figure)
+    # How long an example takes is up to who else computes here.
+    hypothesis.settings.register_profile("any time", deadline=None)
+    hypothesis.settings.load_profile("any time")
     gc.disable()  # what is collected stays, and looking for garbage in it is half of the time
     config.add_cleanup(gc.unfreeze)  # or libraries take what is left at the end for leaks
 

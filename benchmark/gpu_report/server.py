@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from gpu_report.disk import takes_direct
 from gpu_report.figures import Part, SkippedError, run_part
 from server_process import Server
-from sglang_tiered.integration.launch import accelerator
+from sglang_tiered.integration import plugin
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,7 +119,7 @@ def run(part: Part) -> None:
             "this package is not installed (pip install --no-deps -e .), and SGLang finds its "
             "platform and its tiers by its entry points only"
         ) from None
-    if not part.rehearse and accelerator.lacks_kernels():
+    if not part.rehearse and plugin.lacks_kernels():
         part.skip("compiled_kernels", "sgl_kernel is not installed: PyTorch, Triton, no CUDA graph")
     from gpu_report.random_model import LLAMA_8B, TINY, write_model
 

@@ -34,7 +34,7 @@ from sglang.srt.runtime_context import get_context, get_memory, get_parallel
 from sglang_tiered.integration.admin.costs import CostBoard, CostPublisher
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity import namespace
-from sglang_tiered.integration.launch.resolve import resolve
+from sglang_tiered.integration.resolve import resolve
 from sglang_tiered.storage.region.device import FileDevice
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from sglang_tiered.__main__ import COMMANDS, OPTIONS, PROGRAM
-from sglang_tiered.extras import require
+from sglang_tiered.flags import require
 from sglang_tiered.tools.terminal import Parser, run_program
 
 if TYPE_CHECKING:

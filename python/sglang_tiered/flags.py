@@ -8,6 +8,7 @@ the YAML file that ``--config`` names, and ``--help`` does not list it.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -37,6 +38,19 @@ _BYTES = {
 }
 _YAML_WORDS = {"true": "on", "false": "off"}
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+EXTRAS = {
+    "aiohttp": "route",
+    "envoy": "route",
+    "grpc": "route",
+    "jinja2": "route",
+    "matplotlib": "plot",
+    "obstore": "object",
+    "pyarrow": "parquet",
+    "redis": "peers",
+    "shtab": "tools",
+}
+"""Names of extras in ``pyproject.toml``, by the package that only some features import."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +103,18 @@ def count(metavar: str) -> Kind:
         return int(given)
 
     return Kind(metavar, parse)
+
+
+def within(kind: Kind, least: float, most: float, unit: str = "") -> Kind:
+    """What another takes, from the least to the most; ``unit`` is for the sentence."""
+
+    def parse(flag: str, given: str) -> Any:
+        value = kind.parse(flag, given)
+        if not least <= value <= most:
+            raise ConfigError(f"{flag} {given} must be from {least:g}{unit} to {most:g}{unit}.")
+        return value
+
+    return Kind(kind.metavar, parse)
 
 
 def choice(values: Mapping[str, Any]) -> Kind:
@@ -216,3 +242,13 @@ def refuse_given(explicit: Mapping[str, Any], flags: Iterable[Flag], why: str) -
         if given is not None:
             shown = flag.kind.metavar if flag.is_secret else given
             raise ConfigError(f"{flag.name} {shown} {why}.")
+
+
+def require(feature: str, package: str) -> None:
+    """Raises ``ConfigError`` without the package. Imports nothing, so that it can be asked before
+    anything else is done."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"{feature} needs the package {package}; "
+            f"pip install 'sglang-tiered[{EXTRAS[package]}]'."
+        )

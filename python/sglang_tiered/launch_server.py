@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.flags import format_bytes
-from sglang_tiered.integration.launch import start
+from sglang_tiered.integration import start
 from sglang_tiered.tools.terminal import Parser
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from sglang_tiered.config import TieredConfig
-    from sglang_tiered.integration.launch.resolve import Resolved
+    from sglang_tiered.integration.resolve import Resolved
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,13 +73,12 @@ def _collecting_nothing() -> Iterator[None]:
 
 def _resolve(arguments: list[str]) -> Resolved:
     parser = make_parser()
-    from sglang_tiered.integration.launch import ports
-    from sglang_tiered.integration.launch.resolve import explicit_arguments
+    from sglang_tiered.integration import resolve
 
     arguments = _with_configuration_file(parser, arguments)
-    explicit = explicit_arguments(parser, arguments)
-    ports.check_ports(explicit)
-    return start.resolve(explicit, arguments)
+    explicit = resolve.explicit_arguments(parser, arguments)
+    start.check_ports(explicit)
+    return resolve.resolve_here(explicit, arguments)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -87,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     start.prepare()
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_tiered.integration.launch.resolve import add_tier_arguments
+    from sglang_tiered.integration.resolve import add_tier_arguments
 
     parser = Parser(prog="sglang-tiered serve")
     ServerArgs.add_cli_args(parser)

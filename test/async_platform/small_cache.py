@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 
 def storage_flags() -> dict[str, str]:
     """SGLang's flags for our storage, by the names of its settings."""
-    from sglang_tiered.integration.launch.resolve import _storage_arguments
+    from sglang_tiered.integration.resolve import _storage_arguments
 
     return {
         flag.removeprefix("--").replace("-", "_"): value

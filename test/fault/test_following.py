@@ -16,8 +16,8 @@ from peer_servers import NAMESPACE, OTHER, Server, Servers, key
 from kit.cost_records import record_of
 from kit.waiting import eventually
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
-from sglang_tiered.route import events
-from sglang_tiered.route.fleet import Member, Replica
+from sglang_tiered.policy.routing import ServerState
+from sglang_tiered.route import replicas
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.link import PageLink
 from sglang_tiered.sharing.pages.messages import VERSION_FRAME
@@ -213,20 +213,20 @@ MODEL = CostModel(page_tokens=1, bytes_per_token=1, prefill=PrefillCost((1, 1, 1
 
 
 @pytest.fixture
-def picker(monkeypatch: pytest.MonkeyPatch) -> Iterator[events.PageFollower]:
-    monkeypatch.setattr(events, "AGAIN_S", 0.05)
-    monkeypatch.setattr(events, "SILENCE_S", SIGN_OF_LIFE_S + 1)
-    made = events.PageFollower()
+def picker(monkeypatch: pytest.MonkeyPatch) -> Iterator[replicas.PageFollower]:
+    monkeypatch.setattr(replicas, "AGAIN_S", 0.05)
+    monkeypatch.setattr(replicas, "SILENCE_S", SIGN_OF_LIFE_S + 1)
+    made = replicas.PageFollower()
     yield made
     made.close()
     made._mirror.check_integrity()
 
 
-def followed(picker: events.PageFollower, server: Server, *, keyed: bool = False) -> Any:
+def followed(picker: replicas.PageFollower, server: Server, *, keyed: bool = False) -> Any:
     """How many of some pages it is known to hold, and what ends that."""
     where, namespace = f"tcp://*:{server.pages.port}", server.sync.namespace.hex()
     record = record_of(MODEL, pages_at=where, namespace=namespace, server="00", keyed=keyed)
-    replica = Replica(Member(f"http://{HOST}:1", ""), record, 0)
+    replica = replicas.Replica(f"http://{HOST}:1", ServerState(record, 0.0))
     replica.following = (picker.start(replica),)
 
     def held(pages: range) -> int:
@@ -238,7 +238,7 @@ def followed(picker: events.PageFollower, server: Server, *, keyed: bool = False
 
 @pytest.mark.parametrize("times", [0, 1, 2])
 def test_a_picker_knows_what_came_and_went(
-    servers: Servers, picker: events.PageFollower, mistreat: Any, times: int
+    servers: Servers, picker: replicas.PageFollower, mistreat: Any, times: int
 ) -> None:
     mistreat(messages.Changes, times)
     one, two = servers.open(range(1, 150_000), listed=False), servers.open([7], listed=False)
@@ -251,7 +251,7 @@ def test_a_picker_knows_what_came_and_went(
     assert of_two(range(1, 150_010)) == 1
 
 
-def test_a_picker_knows_no_pages_of_others(servers: Servers, picker: events.PageFollower) -> None:
+def test_a_picker_knows_no_pages_of_others(servers: Servers, picker: replicas.PageFollower) -> None:
     """Of other weights, or of servers with keys, where the key that lets ask opens pages too."""
     open_one = partial(servers.open, range(1, 100), listed=False)
     one, changed = open_one(), open_one()
@@ -264,8 +264,8 @@ def test_a_picker_knows_no_pages_of_others(servers: Servers, picker: events.Page
 
 def test_a_picker_closes_however_busy(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its table may grow for longer than it waits. What is left ends by itself."""
-    monkeypatch.setattr(events, "STOP_S", 0.05)
-    picker, let_go = events.PageFollower(), threading.Event()
+    monkeypatch.setattr(replicas, "STOP_S", 0.05)
+    picker, let_go = replicas.PageFollower(), threading.Event()
     followed(picker, servers.open(range(1, 100), listed=False))
     assert picker._loop is not None
     picker._loop.call_soon_threadsafe(let_go.wait, 60.0)

@@ -19,8 +19,7 @@ from route_mocks import Mocks
 
 from kit.waiting import eventually
 from server_process import free_port
-from sglang_tiered.route.envoy import OWN_HEADERS
-from sglang_tiered.route.launcher import program_of
+from sglang_tiered.route.envoy import OWN_HEADERS, program_of
 from sglang_tiered.route.settings import RouteConfig
 
 pytest.importorskip("envoy")

@@ -13,8 +13,7 @@ from route_front import BIG, CHAT, Front
 from route_mocks import Mocks
 
 from kit.waiting import eventually
-from sglang_tiered.route.envoy import CLUSTERS, configuration
-from sglang_tiered.route.launcher import program_of
+from sglang_tiered.route.envoy import CLUSTERS, configuration, program_of
 from sglang_tiered.route.settings import RouteConfig
 
 pytest.importorskip("envoy")

@@ -35,8 +35,8 @@ from sglang_tiered.integration.cache import prefill_times as prefill_prior
 from sglang_tiered.integration.cache import small_host as small_host_core
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity import namespace
-from sglang_tiered.integration.launch.resolve import _storage_arguments
 from sglang_tiered.integration.ranks import SILENT, RankAgreement
+from sglang_tiered.integration.resolve import _storage_arguments
 from sglang_tiered.policy.cost_model import PrefillCost
 from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.request_log import RequestLogConfig

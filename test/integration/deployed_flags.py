@@ -40,7 +40,7 @@ def launcher_flags(arguments: Sequence[str]) -> dict[str, Any]:
     parser = _parser()
     from sglang_tiered import launch_server
     from sglang_tiered.config import NvmeConfig, TieredConfig, TransferConfig
-    from sglang_tiered.integration.launch.resolve import explicit_arguments
+    from sglang_tiered.integration.resolve import explicit_arguments
     from sglang_tiered.remote_config import ObjectConfig, PeerConfig
 
     with_model = ["--model-path", "any", *arguments]  # what follows replaces it

@@ -157,7 +157,7 @@ class Zygotes:
 
 
 def _import_sglang() -> None:
-    from sglang_tiered.integration.launch import start
+    from sglang_tiered.integration import start
 
     start.prepare()
     import sglang.srt.entrypoints.http_server

@@ -16,7 +16,7 @@ import yaml
 
 from kit.promtool import promtool
 from sglang_tiered.metrics import BOUNDS_S, METRICS, PREFIX, TRANSFER_METRICS, Metric, MetricKind
-from sglang_tiered.route.numbers import Numbers
+from sglang_tiered.route.record import Numbers
 
 ALERTS = Path(__file__).parents[2] / "scripts" / "grafana" / "alerts.yaml"
 RULES: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from manifest_kinds import OWN, Kustomization
 from kit.commands import ran
 from sglang_tiered.flags import parse_bytes
 from sglang_tiered.route.envoy import OWN_HEADERS
-from sglang_tiered.route.source import Source
+from sglang_tiered.route.settings import Source
 from sglang_tiered.wire.keys import PEER, ROLES, load_keys, make_keys
 
 FOLDER = DEPLOY / "kubernetes"

@@ -63,13 +63,14 @@ MAY_IMPORT = {
 }
 # Likewise within ``integration``: its rooms, and the modules at its door.
 INTEGRATION = {
-    "plugin": {"attention", "cache", "compat", "cpu", "cuda_native", "hooks", "launch"},
+    "plugin": {"attention", "cache", "compat", "cpu", "cuda_native", "hooks"},
     "hooks": {"admin", "cache", "cpu", "disaggregation", "identity", "observe"}
     | {"scheduler_messages"},
     "scheduler_messages": {"admin", "attention", "cache", "disaggregation", "identity", "observe"}
     | {"ranks"},
-    "engine": {"admin", "launch"},
-    "launch": {"attention", "compat", "cpu", "storage"},
+    "engine": {"admin", "resolve", "start"},
+    "resolve": {"attention", "cpu", "start", "storage"},
+    "start": {"compat", "cpu", "plugin", "storage"},
     "admin": {"cache", "identity", "ranks", "storage"},
     "disaggregation": {"cache", "compat", "identity", "observe"},
     "cpu": {"cache", "identity"},

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import sglang_tiered
-from sglang_tiered.extras import EXTRAS
+from sglang_tiered.flags import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements"

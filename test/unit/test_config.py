@@ -76,7 +76,6 @@ IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (lambda: make_config(nvme=SHARED, num_ranks=3), "--tier-tenant-share 25.*3 ranks"),
     (lambda: nvme(region_bytes=4 * MiB + 1), "tier-nvme-region-bytes"),
     (lambda: nvme(region_bytes=0), "tier-nvme-region-bytes"),
-    (lambda: make_config(mode=TierMode.HOST, nvme=None, object=bucket()), "needs the NVMe tier"),
     *(
         (lambda url=url: values_of(ObjectConfig, {"tier_object_url": url}), "--tier-object-url")
         for url in BAD_URLS

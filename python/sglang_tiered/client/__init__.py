@@ -26,8 +26,8 @@ from sglang_tiered.api import (
     TenantUsage,
     Unpinned,
 )
+from sglang_tiered.client.calls import AsyncTierClient, TierClient
 from sglang_tiered.client.generation import Generated
-from sglang_tiered.client.http import AsyncTierClient, TierClient
 from sglang_tiered.errors import RequestError
 
 __all__ = [

@@ -1,28 +1,36 @@
 """The command line of ``sglang-tiered demo``: what the tiers do, seen in some two minutes.
 
-Every prompt goes to the device and, at the same time, to host memory and NVMe; the least recently
-used leave device and host memory. So the newest are on the device, those before them in host memory
-only, and the first on NVMe only. A prompt at the edge of a tier may lie on either side, so none of
-those is asked again. Ctrl-C at any moment is taken only where nothing can be left behind.
+A prompt is the project's own glossary behind a number of its own, so that no two share a first
+page, and a question whose answer stands there. Every prompt goes to the device and, at the same
+time, to host memory and NVMe; the least recently used leave device and host memory. So the newest
+are on the device, those before them in host memory only, and the first on NVMe only. A prompt at
+the edge of a tier may lie on either side, so none of those is asked again. Ctrl-C at any moment is
+taken only where nothing can be left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import http.client
 import json
 import math
 import os
+import random
+import re
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+import urllib.request
+import uuid
+from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_tiered.demo.asking import ASKED, NUM_NEW, Answer, AskedServer, Client
+from sglang_tiered.client.calls import TierClient
 from sglang_tiered.demo.server import (
     NotServingError,
     ServerProcess,
@@ -31,7 +39,7 @@ from sglang_tiered.demo.server import (
     free_port,
 )
 from sglang_tiered.errors import ConfigError, RequestError
-from sglang_tiered.loopback import is_loopback_url
+from sglang_tiered.loopback import is_loopback_url, opener_for
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 from sglang_tiered.tools.terminal import Parser, note, print_table, printable, run_program
 
@@ -44,11 +52,53 @@ FIRST, DEVICE, HOST, NVME = "first time", "device", "host", "NVMe"
 KILLED = "NVMe after kill -9"
 EXPECTED = {FIRST: "computed", DEVICE: "device", HOST: "host", NVME: "nvme", KILLED: "nvme"}
 
+NUM_NEW = 12
+"""Tokens of an answer: enough to say something, few enough to be quick."""
+# Those that the trained demo model answers out of the text, with the row among the last ones: it is
+# small.
+ASKED = ("admission", "credit", "extent", "hit, miss", "namespace")
+
+_DEADLINE_S = 300.0
+_FAILURES = (OSError, ValueError, LookupError, TypeError, AttributeError, http.client.HTTPException)
 _START_DEADLINE_S = 900.0  # on two cores that are idle it takes 20 s
 _MOST_S = 60  # of new prompts to a server that was up
 _MOST_PROMPT_TOKENS = 1536  # long enough for a load to be worth it with a model so small
 _LEAST_ON_DEVICE = 5
 _PROMPTS_PER_ROW = 3
+
+
+@dataclass(frozen=True)
+class AskedServer:
+    """What the demo must know of a server; sizes in tokens."""
+
+    model: str
+    device_tokens: int
+    host_tokens: int
+    page_size: int
+    has_nvme: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    ttft_s: float
+    output_ids: list[int]
+    tokens: dict[str, int]  # of the prompt, by where they came from
+    text: str
+
+
+def glossary() -> dict[str, str]:
+    """Meanings by word."""
+    page = resources.files(__package__ or "").joinpath("glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", page, re.MULTILINE)
+    return {word: re.sub(r"[`*]", "", meaning) for word, meaning in rows if word != "word"}
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except _FAILURES as error:
+        raise NotServingError(f"the server broke off a request ({error})") from error
 
 
 class Interruption:
@@ -118,7 +168,7 @@ def run(arguments: Sequence[str], interruption: Interruption) -> int:
         return 1
     interruption.check()
     is_here = options.url is None or is_loopback_url(options.url)
-    report = document(demo.rows, demo.client.target, is_here=is_here)
+    report = document(demo.rows, demo.target, is_here=is_here)
     if path is not None:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if missing := [row for row in demo.ages if row not in demo.rows]:
@@ -149,18 +199,41 @@ def make_plan(target: AskedServer) -> tuple[int, dict[str, range]]:
 
 
 class Demo:
-    """A server that is asked, and by row what it answered to which prompt."""
+    """One client of one server, which is asked, and by row what it answered to which prompt. Raises
+    ``ConfigError`` where the demo cannot run."""
 
     def __init__(self, url: str) -> None:
-        self.client = Client(url)
-        self.length, self.ages = make_plan(self.client.target)
+        self._url = url.rstrip("/")
+        # Keeps the demo's pages apart from everybody else's, and from its own last run's.
+        self._salt = f"sglang-tiered-demo-{uuid.uuid4()}"
+        try:
+            self._opener = opener_for(url)  # once: making one may read certificates
+            with self._open("/server_info") as response:
+                info = json.load(response)
+            states = [state.get("sglang_tiered", {}) for state in info["internal_states"]]
+            pools = [int(info[name]) for name in ("max_total_num_tokens", "page_size")]
+            tiers = states[0].get("tiers") if len(states) == 1 else None
+        except _FAILURES as error:
+            raise ConfigError(
+                f"no SGLang server answers the demo at {url} ({error}); pass http://HOST:PORT of "
+                "one that is up and wants no key"
+            ) from error
+        if tiers is None:
+            raise ConfigError(
+                f"{url} has no tiers, or several replicas, where a prompt may return to another; "
+                "start a server with scripts/serve"
+            )
+        host_tokens = int(tiers["host"]["capacity_tokens"])
+        name = str(info.get("served_model_name"))
+        self.target = AskedServer(name, pools[0], host_tokens, pools[1], "nvme" in tiers)
+        self.length, self.ages = make_plan(self.target)
         self.prompts: list[list[int]] = []
         self.rows: dict[str, dict[int, Answer]] = {}
         self.warm_up(1)
 
     def warm_up(self, life: int) -> None:
         """A prompt of no row: the first one of a server's life takes seconds."""
-        self.client.ask(self.client.prompt(-life, self.length))
+        self.ask(self.prompt(-life, self.length))
 
     def ask_rows(self, most_s: float = math.inf) -> None:
         """New prompts until some lie on NVMe only, or for so long; then some of each tier."""
@@ -168,7 +241,7 @@ class Demo:
         deadline = time.monotonic() + most_s
         _say(f"Asking {wanted:,} new prompts of {self.length:,} tokens")
         while len(self.prompts) < wanted and (not self.prompts or time.monotonic() < deadline):
-            self.prompts.append(self.client.prompt(len(self.prompts), self.length))
+            self.prompts.append(self.prompt(len(self.prompts), self.length))
             self._ask(FIRST, len(self.prompts) - 1)
         newest = len(self.prompts) - 1
         for source, ages in self.ages.items():
@@ -181,11 +254,81 @@ class Demo:
             self._ask(source, number)
 
     def _ask(self, source: str, number: int) -> None:
-        answer = self.client.ask(self.prompts[number])
+        answer = self.ask(self.prompts[number])
         self.rows.setdefault(source, {})[number] = answer
         found = ", ".join(f"{tier} {tokens:,}" for tier, tokens in answer.tokens.items() if tokens)
         text = " ".join(answer.text.split())
         _say(f"  {ASKED[number % len(ASKED)]}: {text} ({answer.ttft_s:.2f} s: {found})")
+
+    def prompt(self, number: int, length: int) -> list[int]:
+        """``length`` token ids. The row that is asked for is among the last ones."""
+        word = ASKED[number % len(ASKED)]
+        rows = {each: f"{each}: {meaning}." for each, meaning in glossary().items()}
+        # In an order of its own, so that another prompt's pages would show in the answer.
+        order = random.Random(number).sample([*rows.values()], len(rows))
+        order.remove(rows[word])
+        order.insert(-2, rows[word])
+        head = self._tokenize(f"{number}. Glossary\n\n")
+        text = self._tokenize("\n".join(order))
+        tail = self._tokenize(f'\n\nQuestion: What does "{word}" mean?\nAnswer: {word}:')
+        room = max(length - len(head) - len(tail), 0)
+        text *= -(-room // len(text))
+        return (head + text[len(text) - room :] + tail)[:length]
+
+    @_answering()
+    def ask(self, prompt: list[int]) -> Answer:
+        """Greedy, streamed: the first chunk is the first token."""
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True},
+            "cache_salt": self._salt,
+            "stream": True,
+        }
+        text, output_ids, meta, ttft_s = "", list[int](), dict[str, Any](), 0.0
+        started = time.perf_counter()
+        with self._open("/generate", body) as response:
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                ttft_s = ttft_s or time.perf_counter() - started
+                chunk = json.loads(line[len(b"data: ") :])
+                if "error" in chunk:
+                    raise ValueError(chunk["error"])
+                part, tokens, meta = chunk["text"], chunk["output_ids"], chunk["meta_info"]
+                # All so far, or with --incremental-streaming-output what is new.
+                is_new = len(tokens) < meta["completion_tokens"]
+                text = text + part if is_new else part
+                output_ids = output_ids + tokens if is_new else tokens
+        if len(output_ids) != NUM_NEW:
+            raise ValueError(f"{NUM_NEW} tokens were asked, {len(output_ids)} came")
+        details = meta.get("cached_tokens_details") or {}
+        names = {"device": "device", "host": "host", "nvme": "storage"}
+        found = {tier: int(details.get(name) or 0) for tier, name in names.items()}
+        found["computed"] = len(prompt) - sum(found.values())
+        return Answer(ttft_s, output_ids, found, text)
+
+    def wait_until_durable(self, prompt: list[int]) -> None:
+        """Until every whole page of the prompt is on NVMe for good."""
+        with TierClient(self._url) as client:
+            where: Any = {"input_ids": prompt, "cache_salt": self._salt}
+            client.checkpoint(tier="nvme", within_s=_DEADLINE_S, **where)
+
+    @_answering()
+    def _tokenize(self, text: str) -> list[int]:
+        """The server's tokens of a text, without any that begin or end one."""
+        body = {"model": "default", "prompt": text, "add_special_tokens": False}
+        with self._open("/tokenize", body) as response:
+            tokens = [int(token) for token in json.load(response)["tokens"]]
+        if not tokens:
+            raise ValueError("a text has no tokens")
+        return tokens
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, data, headers)
+        response: http.client.HTTPResponse = self._opener.open(request, timeout=_DEADLINE_S)
+        return response
 
 
 def document(
@@ -251,13 +394,13 @@ def _ask_our_own(model: str, interruption: Interruption) -> Demo:
             with allowed():
                 server.wait_until_it_serves(_START_DEADLINE_S)
                 demo = Demo(server.url)
-                if not demo.client.target.has_nvme:
+                if not demo.target.has_nvme:
                     raise NotServingError(f"no NVMe tier is there:\n{server.log[-4000:]}")
                 demo.ask_rows()
                 again = sorted({number for row in demo.ages for number in demo.rows.get(row, ())})
                 _say("Waiting until all of it is durable")
                 for number in again:
-                    demo.client.wait_until_durable(demo.prompts[number])
+                    demo.wait_until_durable(demo.prompts[number])
             _say("Killing it (kill -9), starting it again")
             server.kill()
             server = _start(command, Path(folder), server.port)

@@ -154,17 +154,17 @@ def demo_model(name: str) -> tuple[str, Path]:
     if name not in (TRAINED, RANDOM):
         raise ConfigError(f"{MODEL_VARIABLE}={name} is no demo model; say {TRAINED} or {RANDOM}.")
     # Their imports take time, and Ctrl-C is one line only once the command runs.
-    from sglang_tiered.demo import model, trained
+    from sglang_tiered.demo import model
 
     cache = cache_directory() / "sglang-tiered"
     if name == TRAINED:
-        folder = cache / f"smollm2-135m-instruct-{trained.VERSION}"
+        folder = cache / f"smollm2-135m-instruct-{model.VERSION}"
         try:
-            model.make_folder(folder, trained.fill)
+            model.make_folder(folder, model.fill_trained)
             return name, folder
         except OSError as error:
             note(
-                f"{trained.NAME} is not to be had ({error.strerror or error}); the demo model is a "
+                f"{model.NAME} is not to be had ({error.strerror or error}); the demo model is a "
                 "random one in its place, whose answers mean nothing."
             )
     version = hashlib.sha256(Path(model.__file__ or "").read_bytes()).hexdigest()[:12]

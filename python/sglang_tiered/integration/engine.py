@@ -30,10 +30,10 @@ from sglang_tiered import api
 from sglang_tiered.client.calls import SyncCalls
 from sglang_tiered.config import ENVIRONMENT_VARIABLE
 from sglang_tiered.errors import ConfigError, RequestError
+from sglang_tiered.integration import start
 from sglang_tiered.integration.admin import service
 from sglang_tiered.integration.admin.costs import ENVIRONMENT_VARIABLE as COSTS_VARIABLE
 from sglang_tiered.integration.admin.costs import CostBoard, server_costs
-from sglang_tiered.integration.launch import start
 
 start.prepare()  # before anything of SGLang is imported
 
@@ -43,14 +43,14 @@ from sglang.srt.managers.io_struct import ShutdownReq  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes  # noqa: E402
 
-from sglang_tiered.integration.launch import ports, resolve  # noqa: E402
+from sglang_tiered.integration import resolve  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
     from sglang_tiered.client.calls import Request
     from sglang_tiered.config import TieredConfig
-    from sglang_tiered.integration.launch.resolve import Resolved
+    from sglang_tiered.integration.resolve import Resolved
 
 
 T = TypeVar("T")
@@ -248,8 +248,8 @@ def resolve_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], Resol
     num_nodes: Any = explicit.get("nnodes", 1)
     if num_nodes > 1:
         raise ConfigError(f"nnodes={num_nodes} needs a server; an engine has one machine.")
-    ports.check_ports(explicit, serves_http=False)
-    resolved = start.resolve(explicit, ())
+    start.check_ports(explicit, serves_http=False)
+    resolved = resolve.resolve_here(explicit, ())
     model = f"--model-path={explicit['model_path']}"  # which the parser asks for
     added = resolve.explicit_arguments(parser, [model, *resolved.sglang_arguments])
     of_sglang = {name: value for name, value in explicit.items() if name in fields}

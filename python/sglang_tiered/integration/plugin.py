@@ -8,9 +8,14 @@ logs and swallows an error in either, so the launcher checks first whatever must
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import signal
+from pathlib import Path
+
+NVIDIA_CONTROL = Path("/dev/nvidiactl")
+"""This file exists wherever an NVIDIA driver is loaded, in containers too."""
 
 
 def activate_platform() -> str | None:
@@ -21,17 +26,16 @@ def activate_platform() -> str | None:
     too, at a place that differs by version.
     """
     from sglang_tiered.integration.cpu import processes
-    from sglang_tiered.integration.launch import accelerator
 
-    if accelerator.lacks_kernels():
+    if lacks_kernels():
         from sglang_tiered.integration.cuda_native import platform as native_platform
 
         native_platform.hide_cuda()
         processes.declare_torchvision_operators()
         return "sglang_tiered.integration.cuda_native.platform.NativeCudaPlatform"
-    if accelerator.is_available():
+    if has_accelerator():
         return None
-    problem = accelerator.problem()
+    problem = accelerator_problem()
     if problem is not None:
         raise SystemExit(f"sglang-tiered: {problem}")
 
@@ -45,11 +49,10 @@ def register() -> None:
     from sglang_tiered.integration import compat, hooks
     from sglang_tiered.integration.attention import registration
     from sglang_tiered.integration.cache import factory
-    from sglang_tiered.integration.launch import accelerator
 
     compat.check_version()
     registration.register()
-    if not accelerator.is_available():
+    if not has_accelerator():
         from sglang_tiered.integration.cpu import platform as cpu_platform
         from sglang_tiered.integration.cpu import processes, short_conv
 
@@ -58,7 +61,7 @@ def register() -> None:
         processes.keep_freed_memory()
         cpu_platform.patch_host_pools()
         short_conv.register()
-    elif accelerator.lacks_kernels():
+    elif lacks_kernels():
         from sglang_tiered.integration.cuda_native import platform as native_platform
 
         native_platform.prepare()
@@ -75,3 +78,45 @@ def _leave_interrupts_to_the_launcher() -> None:
     target = getattr(multiprocessing.current_process(), "_target", None)
     if (getattr(target, "__module__", None) or "").startswith("sglang."):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+# ---- The device ----
+
+
+def has_accelerator() -> bool:
+    """Whether torch sees an accelerator. The CPU platform of this package yields to any."""
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def lacks_kernels() -> bool:
+    """Whether torch sees CUDA, and SGLang's compiled kernels (``sgl_kernel``) are not installed."""
+    import torch
+
+    is_cuda = torch.cuda.is_available() and torch.version.hip is None
+    return is_cuda and importlib.util.find_spec("sgl_kernel") is None
+
+
+def accelerator_problem() -> str | None:
+    """Return one sentence if the machine has an NVIDIA driver that torch cannot use, and so would
+    serve on its CPU, thousands of times slower than expected. None also where
+    ``CUDA_VISIBLE_DEVICES`` hides all devices (it is empty, or begins below 0)."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = visible is not None and (not visible.strip() or visible.strip().startswith("-"))
+    if hidden or not NVIDIA_CONTROL.exists():
+        return None
+    if has_accelerator():
+        return None
+    import torch
+
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reason = "it reports no device"
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0].rstrip(". ")
+    return (
+        f"this machine has an NVIDIA driver, but torch {torch.__version__} cannot use a GPU "
+        f"({reason}); update the driver, install a torch that fits it, or set "
+        "CUDA_VISIBLE_DEVICES= to serve on the CPU."
+    )

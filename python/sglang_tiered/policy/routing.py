@@ -29,16 +29,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from sglang_tiered.policy.cost_model import MIN_GAIN, LoadPlan
-from sglang_tiered.policy.server_costs import TIERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from sglang_tiered.policy.cost_model import CostModel
     from sglang_tiered.policy.server_costs import RankCosts
 
 
@@ -64,6 +61,9 @@ MAX_RETRY_S = 60
 
 MICROSECOND = 1e-6
 
+Server = TypeVar("Server")
+"""However the caller tells servers apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -87,47 +87,76 @@ NOTHING_HELD = Held()
 
 
 @dataclass(slots=True)
-class ServerState:
-    """What the router knows of a server. ``free_s`` is when its queue is expected to be empty, on
-    the caller's clock: what it reported last, and the work that was sent since. ``busy`` is the
-    share of the last seconds in which it prefilled, and ``ahead`` the tokens of loads under way by
-    tier. ``slowdown`` is the learnt quotient of seen and predicted times to the first token.
-    ``service_s`` is the mean work of its requests, ``num_others`` how many of them a prefill holds
-    up, and ``always_loads`` whether it loads all that it holds."""
+class DecodeState:
+    """What the router knows of a server that decodes. A step takes ``prices`` of: one, each
+    request in it."""
 
-    costs: CostModel
-    free_s: float = 0.0
-    busy: float = 0.0
-    ahead: tuple[int, ...] = ()
-    host_token_s: float = 0.0  # seconds to copy a token from host memory to the device
-    slowdown: float = 1.0
-    service_s: float = 0.0
-    num_others: int = 0
-    always_loads: bool = False
-    silent_s: float = math.inf  # when it will have been silent for too long
-    sent: list[tuple[float, float]] = field(default_factory=list)
-    """When work was sent that no report contains, and the seconds of it."""
+    prices: tuple[float, float] = (0.0, 0.0)
+    max_tokens: int = 1  # of keys and values that fit
+    num_running: int = 0  # or about to, once they are handed over
+    num_tokens: int = 0  # of what runs, at its end
+    sent: list[tuple[float, int]] = field(default_factory=list)
+    """When requests were sent that no record contains, and their tokens at their end."""
+
+    def reserve(self, now_s: float, num_tokens: int) -> None:
+        """Count a request that was sent and is not in a record yet."""
+        self.num_running += 1
+        self.num_tokens += num_tokens
+        self.sent.append((now_s, num_tokens))
+
+    def report(self, record: RankCosts, now_s: float) -> None:
+        """Take in a record. What was sent since its snapshot comes on top."""
+        self.prices = step_prices(record.decode.moments)
+        self.max_tokens = max(1, record.device.capacity_tokens)
+        self.sent = [one for one in self.sent if one[0] > now_s - record.age_s]
+        self.num_running = record.decode.requests + record.waiting.requests + len(self.sent)
+        self.num_tokens = record.device.held_tokens + sum(tokens for _, tokens in self.sent)
+
+    @property
+    def next_step_s(self) -> float:
+        """Return the time of a step with one more request."""
+        fixed, per_request = self.prices
+        return fixed + per_request * (self.num_running + 1)
+
+
+class ServerState:
+    """What a router knows of a server by its cost records, and by nothing else. Each data-parallel
+    replica is a server of its own here. The simulated router and a real one both hear of servers in
+    this way only.
+
+    ``free_s`` is when its queue is expected to be empty, on the caller's clock: what it reported
+    last, and the work that was sent since. At ``silent_s`` it will have been silent for too long.
+    ``num_others`` are the requests that a prefill holds up, ``slowdown`` is the learnt quotient of
+    seen and predicted times to the first token. ``sent`` tells when work was sent that
+    no record contains, and the seconds of it."""
+
+    def __init__(self, record: RankCosts, now_s: float) -> None:
+        self.slowdown = 1.0
+        self.sent: list[tuple[float, float]] = []
+        self.decode = DecodeState()
+        self.report(record, now_s)
+
+    def report(self, record: RankCosts, now_s: float) -> None:
+        """Take in a record, answered at ``now_s``. What was learnt of the server's answers stays.
+        What was sent since its snapshot comes on top of its queue beside the prefill that ran then,
+        and of what is left of that by now."""
+        self.record, self.costs = record, record.cost_model()
+        self.sent = [one for one in self.sent if one[0] > now_s - record.age_s]
+        self.free_s = now_s + record.wait_s() + sum(seconds for _, seconds in self.sent)
+        self.silent_s = now_s + max(SILENCE_S, record.left_s)
+        self.num_others = record.num_others + len(self.sent)
+        self.decode.report(record, now_s)
 
     def queue_s(self, now_s: float) -> float:
         """Return the work ahead of a request that comes now."""
         return max(0.0, self.free_s - min(now_s, self.silent_s))
 
     def reserve(self, now_s: float, seconds: float) -> None:
-        """Count a request that was sent and is not in a report yet. Its score is higher for it, or
+        """Count a request that was sent and is not in a record yet. Its score is higher for it, or
         the same, whatever comes next."""
         self.free_s = max(self.free_s, min(now_s, self.silent_s)) + seconds
         self.num_others += 1
         self.sent.append((now_s, seconds))
-
-    def reported(
-        self, now_s: float, *, queue_s: float, left_s: float, num_others: int, age_s: float
-    ) -> None:
-        """Take in what the server knew ``age_s`` ago: its queue beside the prefill that runs, and
-        what is left of that by now. What was sent since then comes on top."""
-        self.sent = [one for one in self.sent if one[0] > now_s - age_s]
-        self.free_s = now_s + left_s + queue_s + sum(seconds for _, seconds in self.sent)
-        self.silent_s = now_s + max(SILENCE_S, left_s)
-        self.num_others = num_others + len(self.sent)
 
     def answered(self, predicted_s: float, seen_s: float) -> None:
         """Learn what no price knows from a first token."""
@@ -148,16 +177,11 @@ class Estimate:
     loaded: int
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    server: int
-    estimate: Estimate
-
-
 def _num_delayed(state: ServerState, queue_s: float) -> float:
     """Return the number of requests that work at the end of a queue delays, on average."""
-    odds = MAX_CHARGE if state.busy >= 1 else min(MAX_CHARGE, state.busy / (1 - state.busy))
-    return odds if state.service_s < MIN_SERVICE_S else odds * (1 + queue_s / state.service_s)
+    busy, service_s = state.record.busy, state.record.service_s
+    odds = MAX_CHARGE if busy >= 1 else min(MAX_CHARGE, busy / (1 - busy))
+    return odds if service_s < MIN_SERVICE_S else odds * (1 + queue_s / service_s)
 
 
 class _Priced(NamedTuple):
@@ -176,7 +200,7 @@ def _price(state: ServerState, held: Held, num_tokens: int) -> _Priced:
     before = min(held.device + held.host, num_tokens - 1)
     new = num_tokens - before
     compute_s = costs.prefill.seconds(new, before)
-    fixed_s = costs.prefill.prices[0] + held.host * state.host_token_s
+    fixed_s = costs.prefill.prices[0] + held.host * state.record.prefill.prices[3]
     least_s = idle_s = compute_s
     if held.num_loadable:
         saved_s = costs.prefill.saved_seconds(min(held.num_loadable, new), new, before)
@@ -197,7 +221,7 @@ def _plan(
     """Return the plan that the server will make."""
     costs = state.costs
     parts = (held.nvme, held.peer, held.object)
-    if state.always_loads:
+    if state.record.always_loads:
         load_s = costs.load_seconds(parts, ahead)
         saved_s = costs.prefill.saved_seconds(min(held.num_loadable, new), new, before)
         least_s = max(0.0, load_s - queue_s) + compute_s - (1 - MIN_GAIN) * saved_s
@@ -228,7 +252,7 @@ def estimate(
     batch_s = state.costs.prefill.prices[0]
     plan = LoadPlan((), 0.0, 0.0, compute_s)
     if held.num_loadable:
-        plan = _plan(state, held, new, before, compute_s, state.ahead, queue_s)
+        plan = _plan(state, held, new, before, compute_s, state.record.ahead_tokens, queue_s)
     # As ``plan`` compares: only so is the least of all lengths a sum that no load lowers.
     total_s = max(plan.load_s, queue_s) + compute_s - (1 - MIN_GAIN) * plan.saved_s
     score_s = state.slowdown * (queue_s + plan.least_s + fixed_s)
@@ -246,17 +270,16 @@ def _or_infinite(seconds: float) -> float:
 
 
 def choose_server(
-    states: Sequence[ServerState],
-    candidates: Iterable[int],
-    held: Mapping[int, Held],
+    states: Mapping[Server, ServerState],
+    held: Mapping[Server, Held],
     num_tokens: int,
     now_s: float,
     *,
     elsewhere: Held = NOTHING_HELD,
     charge: float = 1.0,
     draw: Callable[[], float],
-) -> Choice | None:
-    """Choose one of ``candidates`` (positions in ``states``) for a prompt; ``None`` without any.
+) -> tuple[Server, Estimate]:
+    """Choose one of some servers, at least one, for a prompt.
 
     ``held`` is what each server holds, ``elsewhere`` what every server not in it can fetch from
     others. ``draw`` returns random numbers from 0 to 1. Among scores that are about equal two are
@@ -265,37 +288,30 @@ def choose_server(
     Servers are planned for in order of a bound below their score, until no bound is in reach:
     of many servers that hold nothing, those with the shortest queues.
     """
-    found: list[tuple[int, Estimate]] = []
+    found: list[tuple[Server, Estimate]] = []
     reach = math.inf
-    for bound, server, mine, priced in _bounds(
-        states, candidates, held, num_tokens, now_s, elsewhere, charge
-    ):
+    for bound, server, mine, priced in _bounds(states, held, num_tokens, now_s, elsewhere, charge):
         if bound > reach:
             break
         one = estimate(states[server], mine, num_tokens, now_s, charge, priced)
         found.append((server, one))
         reach = min(reach, one.score_s + max(TIE_S, TIE_SHARE * one.score_s))
     equal = [(server, one) for server, one in found if one.score_s <= reach]
-    if not equal:
-        return None
     drawn = [equal[int(draw() * len(equal))] for _ in range(2)]
-    return Choice(*min(drawn, key=lambda item: (item[1].loaded, item[1].ttft_s)))
+    return min(drawn, key=lambda item: (item[1].loaded, item[1].ttft_s))
 
 
 def least_ttft(
-    states: Sequence[ServerState],
-    candidates: Iterable[int],
-    held: Mapping[int, Held],
+    states: Mapping[Server, ServerState],
+    held: Mapping[Server, Held],
     num_tokens: int,
     now_s: float,
     *,
     elsewhere: Held = NOTHING_HELD,
 ) -> float:
-    """Return the least time to the first token that a candidate promises; infinite without any."""
+    """Return the least time to the first token that a server promises; infinite without any."""
     least_s = math.inf
-    for bound, server, mine, priced in _bounds(
-        states, candidates, held, num_tokens, now_s, elsewhere, 0.0
-    ):
+    for bound, server, mine, priced in _bounds(states, held, num_tokens, now_s, elsewhere, 0.0):
         if bound >= least_s:
             break
         one = estimate(states[server], mine, num_tokens, now_s, 0.0, priced)
@@ -304,22 +320,20 @@ def least_ttft(
 
 
 def _bounds(
-    states: Sequence[ServerState],
-    candidates: Iterable[int],
-    held: Mapping[int, Held],
+    states: Mapping[Server, ServerState],
+    held: Mapping[Server, Held],
     num_tokens: int,
     now_s: float,
     elsewhere: Held,
     charge: float,
-) -> list[tuple[float, int, Held, _Priced]]:
-    """Return the candidates by a bound below their score and, without a charge, below their time to
+) -> list[tuple[float, Server, Held, _Priced]]:
+    """Return the servers by a bound below their score and, without a charge, below their time to
     the first token."""
-    bounds: list[tuple[float, int, Held, _Priced]] = []
+    bounds: list[tuple[float, Server, Held, _Priced]] = []
     known: dict[tuple[int, bool, float, Held], _Priced] = {}
-    for server in candidates:
-        state = states[server]
-        mine = held.get(server, elsewhere)
-        key = (id(state.costs), state.always_loads, state.host_token_s, mine)
+    for server, state in states.items():
+        mine, record = held.get(server, elsewhere), state.record
+        key = (id(state.costs), record.always_loads, record.prefill.prices[3], mine)
         priced = known.get(key)
         if priced is None:
             priced = known[key] = _price(state, mine, num_tokens)
@@ -332,64 +346,27 @@ def _bounds(
     return bounds
 
 
-@dataclass(slots=True)
-class DecodeState:
-    """What the router knows of a server that decodes. A step takes ``prices`` of: one, each
-    request in it."""
-
-    prices: tuple[float, float]
-    max_tokens: int  # of keys and values that fit
-    num_running: int = 0  # or about to, once they are handed over
-    num_tokens: int = 0  # of what runs, at its end
-    sent: list[tuple[float, int]] = field(default_factory=list)
-    """When requests were sent that no report contains, and their tokens at their end."""
-
-    def reserve(self, now_s: float, num_tokens: int) -> None:
-        """Count a request that was sent and is not in a report yet."""
-        self.num_running += 1
-        self.num_tokens += num_tokens
-        self.sent.append((now_s, num_tokens))
-
-    def reported(self, now_s: float, *, num_running: int, num_tokens: int, age_s: float) -> None:
-        """Take in what the server had to decode ``age_s`` ago. What was sent since comes on top."""
-        self.sent = [one for one in self.sent if one[0] > now_s - age_s]
-        self.num_running = num_running + len(self.sent)
-        self.num_tokens = num_tokens + sum(tokens for _, tokens in self.sent)
-
-    @property
-    def next_step_s(self) -> float:
-        """Return the time of a step with one more request."""
-        fixed, per_request = self.prices
-        return fixed + per_request * (self.num_running + 1)
-
-
 def choose_decode(
-    states: Sequence[DecodeState],
-    candidates: Iterable[int],
+    states: Mapping[Server, DecodeState],
     num_tokens: int,
     max_new: int,
     *,
-    tpot_s: float | None = None,
+    tpot_s: float = math.inf,
     draw: Callable[[], float],
-) -> int | None:
-    """Choose where a prompt that was computed elsewhere is decoded; ``None`` without candidates.
+) -> Server:
+    """Choose where a prompt that was computed elsewhere is decoded, of at least one server.
 
     Of the servers with room for ``num_tokens + max_new`` and a step within ``tpot_s`` the one that
     steps fastest. If none has room or is fast enough, the one that is least full.
     """
     need = num_tokens + max_new
-    best: list[tuple[tuple[float, ...], int]] = []
-    for server in candidates:
-        state = states[server]
+    keys: dict[Server, tuple[float, float]] = {}
+    for server, state in states.items():
         fill = (state.num_tokens + need) / state.max_tokens
         step_s = state.next_step_s
-        is_late = tpot_s is not None and step_s > tpot_s
-        key = (0.0, step_s) if fill <= 1 and not is_late else (1.0, fill)
-        best.append((key, server))
-    if not best:
-        return None
-    least = min(best)[0]
-    equal = [server for key, server in best if key[0] == least[0] and key[1] <= least[1] * 1.001]
+        keys[server] = (0.0, step_s) if fill <= 1 and step_s <= tpot_s else (1.0, fill)
+    rank, least = min(keys.values())
+    equal = [one for one, key in keys.items() if key[0] == rank and key[1] <= least * 1.001]
     return equal[int(draw() * len(equal))]
 
 
@@ -405,7 +382,7 @@ class RequestClass:
     is_sheddable: bool = True
 
 
-def retry_after_s(limit_s: float | None, predicted_s: float, least_queue_s: float) -> int | None:
+def retry_after_s(limit_s: float, predicted_s: float, least_queue_s: float) -> int | None:
     """Return in how many seconds a request is to come again, by when the shortest queue will have
     shrunk enough; None to admit. ``predicted_s`` is the least time to the first token of all
     servers.
@@ -413,74 +390,10 @@ def retry_after_s(limit_s: float | None, predicted_s: float, least_queue_s: floa
     A prediction may be wrong, so a request is refused only while every server has work, which costs
     little (``docs/routing.md``).
     """
-    if limit_s is None or predicted_s <= limit_s or least_queue_s <= 0:
+    if predicted_s <= limit_s or least_queue_s <= 0:
         return None
     late_s = min(predicted_s - limit_s, least_queue_s, MAX_RETRY_S)
     return max(1, math.ceil(late_s))
-
-
-class RouterView:
-    """What a router makes of servers' cost records, and of nothing else. Each data-parallel replica
-    is a server of its own here. The simulated router and a real one both hear of servers in this
-    way only.
-
-    ``states`` and ``decode_states`` are those that ``choose_server`` and ``choose_decode`` take:
-    one of each server, in the order in which they were added, and the same from report to report.
-    """
-
-    def __init__(self) -> None:
-        self.states: list[ServerState] = []
-        self.decode_states: list[DecodeState] = []
-        # Servers with equal prices share one: of those that hold the same, one is priced.
-        self._models: WeakValueDictionary[Hashable, CostModel] = WeakValueDictionary()
-
-    def add(self, record: RankCosts, now_s: float) -> int:
-        """Begin with the first record of a server; returns its position."""
-        self.states.append(ServerState(self._model(record)))
-        self.decode_states.append(DecodeState((0.0, 0.0), 1))
-        self.report(len(self.states) - 1, record, now_s)
-        return len(self.states) - 1
-
-    def replace(self, server: int, record: RankCosts, now_s: float) -> None:
-        """Begin with another server at the position of one that is gone: what was learnt of that
-        goes."""
-        self.states[server] = ServerState(self._model(record))
-        self.decode_states[server] = DecodeState((0.0, 0.0), 1)
-        self.report(server, record, now_s)
-
-    def report(self, server: int, record: RankCosts, now_s: float) -> None:
-        """Take in a record, answered at ``now_s``, of the server at this position. What was learnt
-        of its answers stays, and so does what was sent to it since the snapshot."""
-        state = self.states[server]
-        state.costs = self._model(record)
-        state.host_token_s = record.prefill.prices[3]
-        state.busy, state.service_s = record.busy, record.service_s
-        state.ahead, state.always_loads = record.ahead_tokens, record.always_loads
-        state.reported(
-            now_s,
-            queue_s=record.queue_wait_s,
-            left_s=record.left_s,
-            num_others=record.num_others,
-            age_s=record.age_s,
-        )
-        decode = self.decode_states[server]
-        decode.prices = step_prices(record.decode.moments)
-        decode.max_tokens = max(1, record.device.capacity_tokens)
-        decode.reported(
-            now_s,
-            num_running=record.decode.requests + record.waiting.requests,
-            num_tokens=record.device.held_tokens,
-            age_s=record.age_s,
-        )
-
-    def _model(self, record: RankCosts) -> CostModel:
-        tiers = tuple(record.tiers[name].prices for name in TIERS)
-        sizes = (record.page_tokens, record.kv_bytes_per_token)
-        key = (record.prefill.prices, tiers, sizes)
-        model = self._models.get(key)
-        if model is None:
-            model = self._models[key] = record.cost_model()
-        return model
 
 
 def step_prices(moments: Sequence[float]) -> tuple[float, float]:

@@ -208,14 +208,25 @@ class RankCosts(msgspec.Struct, frozen=True, kw_only=True):
         return self.queue_wait_s + self.left_s
 
     def cost_model(self) -> CostModel:
-        """Return a cost model with these prices. It belongs to the caller, and learns nothing of
-        what the server observes later."""
-        return CostModel(
-            page_tokens=self.page_tokens,
-            bytes_per_token=self.kv_bytes_per_token,
-            prefill=PrefillCost(self.prefill.prices),
-            transfers=[TransferCost(self.tiers[name].prices) for name in TIERS],
-        )
+        """Return a cost model with these prices, which learns nothing. Records with equal prices
+        share it, so that of servers that hold the same one is priced."""
+        tiers = tuple(self.tiers[name].prices for name in TIERS)
+        return _cost_model(self.page_tokens, self.kv_bytes_per_token, self.prefill.prices, tiers)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cost_model(
+    page_tokens: int,
+    token_bytes: int,
+    prefill: tuple[Price, ...],
+    tiers: tuple[tuple[Price, ...], ...],
+) -> CostModel:
+    return CostModel(
+        page_tokens=page_tokens,
+        bytes_per_token=token_bytes,
+        prefill=PrefillCost(prefill),
+        transfers=[TransferCost(prices) for prices in tiers],
+    )
 
 
 class EventSource(msgspec.Struct, frozen=True):

@@ -7,8 +7,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from sglang_tiered.extras import require
-from sglang_tiered.flags import add_arguments, values_of
+from sglang_tiered.flags import add_arguments, require, values_of
 from sglang_tiered.loopback import ask_loopback_directly
 from sglang_tiered.route.settings import RouteConfig
 from sglang_tiered.tools.terminal import Parser, run_program
@@ -57,7 +56,7 @@ def _run(given: list[str]) -> int:
         from sglang_tiered.route.service import run_picker
 
         return run_picker(config, with_parent=options.with_parent)
-    from sglang_tiered.route.launcher import run_front
+    from sglang_tiered.route.envoy import run_front
 
     return run_front(config, given)
 

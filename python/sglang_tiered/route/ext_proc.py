@@ -1,4 +1,4 @@
-"""``ExtProc``: how Envoy and gateways ask the picker, by Envoy's external processing over gRPC.
+"""How Envoy and gateways ask the picker, by Envoy's external processing over gRPC.
 
 With a buffered body Envoy waits for one answer; a gateway streams the body through here, and gets
 it back in chunks. The answer is a header and the same value as metadata (``envoy.lb``). No token
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,10 +21,9 @@ from sglang_tiered.route.picker import Picked, Picker, Refused
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from sglang_tiered.route.classes import Classes
-    from sglang_tiered.route.numbers import Numbers
-    from sglang_tiered.route.record import Recorder
-    from sglang_tiered.route.tokens import TokenReader
+    from sglang_tiered.route.prompt import TokenReader
+    from sglang_tiered.route.record import Numbers, Recorder
+    from sglang_tiered.route.settings import Classes
 
 
 SERVICE, METHOD = "envoy.service.ext_proc.v3.ExternalProcessor", "Process"
@@ -193,34 +193,29 @@ def _set(mutation: Any, headers: Mapping[str, str]) -> None:
         option.header.key, option.header.raw_value = name, value.encode("latin-1", "replace")
 
 
-class ExtProc:
-    """Its methods run on one event loop."""
+def add_to(server: Any, decider: Decider) -> None:
+    """Answer Envoy on a server of ``grpc.aio``, and the health check that it makes."""
+    process_one = grpc.stream_stream_rpc_method_handler(
+        partial(process, decider), Request.FromString, Response.SerializeToString
+    )
+    check = grpc.unary_unary_rpc_method_handler(_healthy)
+    for service, methods in (
+        (SERVICE, {METHOD: process_one}),
+        ("grpc.health.v1.Health", {"Check": check}),
+    ):
+        handler = grpc.method_handlers_generic_handler(service, methods)
+        server.add_generic_rpc_handlers((handler,))
 
-    def __init__(self, decider: Decider) -> None:
-        self._decider = decider
 
-    def add_to(self, server: Any) -> None:
-        """Register with a server of ``grpc.aio``, with the health check that Envoy makes."""
-        process = grpc.stream_stream_rpc_method_handler(
-            self.process, Request.FromString, Response.SerializeToString
-        )
-        check = grpc.unary_unary_rpc_method_handler(_healthy)
-        for service, methods in (
-            (SERVICE, {METHOD: process}),
-            ("grpc.health.v1.Health", {"Check": check}),
-        ):
-            handler = grpc.method_handlers_generic_handler(service, methods)
-            server.add_generic_rpc_handlers((handler,))
-
-    async def process(self, messages: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
-        """Answer the messages of one request of a client."""
-        one = _Exchange(self._decider)
-        try:
-            async for message in messages:
-                for response in await one.answer(message):
-                    yield response
-        finally:
-            one.close()
+async def process(decider: Decider, messages: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
+    """Answer the messages of one request of a client."""
+    one = _Exchange(decider)
+    try:
+        async for message in messages:
+            for response in await one.answer(message):
+                yield response
+    finally:
+        one.close()
 
 
 class _Exchange:

@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 import zmq.asyncio
 
-from sglang_tiered.policy.routing import RouterView
+from sglang_tiered.policy.routing import ServerState
 from sglang_tiered.policy.server_costs import (
     ABANDONED,
     FRESH_S,
@@ -34,16 +34,13 @@ from sglang_tiered.policy.server_costs import (
     switch_key,
 )
 from sglang_tiered.route.envoy import CLUSTERS, read_members, write_members
-from sglang_tiered.route.events import PageFollower, follow, publisher_of
-from sglang_tiered.route.pages import HeldPages
+from sglang_tiered.route.replicas import PageFollower, Replica, follow_events
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from concurrent.futures import Future
     from pathlib import Path
 
-    from sglang_tiered.route.source import Source
-    from sglang_tiered.sharing.mirror import MirroredPeer
+    from sglang_tiered.route.settings import Source
 
 
 LOOK_S, RESOLVE_S = 0.5, 5.0
@@ -59,7 +56,7 @@ ABANDONED_S, MAX_ABANDONED = 2.0, 256
 """For how long a server is told of a request that nobody will ask it for, and of how many."""
 ORDER_S = 300
 """For how long a key for one order opens that: clocks differ by less."""
-NEVER, NOWHERE = float("-inf"), -1
+NEVER = float("-inf")
 NOT_ASKED = "not asked yet"
 
 logger = logging.getLogger(__name__)
@@ -71,10 +68,6 @@ class _Untold(msgspec.Struct):
     disaggregation_mode: Literal["null", "prefill", "decode"] = "null"
     disaggregation_bootstrap_port: int | None = None
     draining: bool = False
-
-
-class _Tokens(msgspec.Struct):
-    tokens: list[Any]
 
 
 @dataclass(eq=False, slots=True)
@@ -122,27 +115,6 @@ class Member:
         return self.is_up and not self.is_draining and now_s - self.seen_s < fresh_s
 
 
-@dataclass(eq=False, slots=True)
-class Replica:
-    """One scheduler of a server: its last record, its place in the ``RouterView``, and what
-    ``PageFollower`` knows of it."""
-
-    member: Member
-    record: RankCosts
-    place: int
-    known: MirroredPeer | None = None
-    following: tuple[asyncio.Task[None] | Future[None], ...] = ()
-
-    @property
-    def url(self) -> str:
-        return self.member.url
-
-    @property
-    def bit(self) -> int:
-        """Of pages that ``PageFollower`` knows it to hold."""
-        return 0 if self.known is None else 1 << self.known.slot
-
-
 def _bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
@@ -165,8 +137,7 @@ class Fleet:
             call_key(key, SWITCH_CALL)  # it takes a while, and is kept
         self._key = key
         self.members: dict[str, Member] = {}
-        self.view, self.index, self.stored = RouterView(), HeldPages(), PageFollower()
-        self._free: list[int] = []
+        self.stored = PageFollower()
         self._session: aiohttp.ClientSession | None = None
         self._context = zmq.asyncio.Context()
 
@@ -213,12 +184,13 @@ class Fleet:
         for member in random.sample(ready, len(ready)):
             if (left_s := until_s - self._clock()) <= 0:
                 break
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
+            with contextlib.suppress(Exception):  # whatever is wrong with one, others are asked
                 status, answer = await self._call(
                     member, "/v1/tokenize", MAX_TOKENS_BYTES, headers, asked, left_s
                 )
                 if status == 200:
-                    return msgspec.json.decode(answer, type=_Tokens).tokens
+                    tokens: list[Any] = msgspec.json.decode(answer)["tokens"]
+                    return tokens
                 if status < 500:  # a picture, or a key that is none
                     break
         return None
@@ -303,17 +275,13 @@ class Fleet:
 
     def _drop(self, member: Member, ranks: list[int]) -> None:
         for rank in ranks:
-            replica = member.replicas.pop(rank)
-            for work in replica.following:
+            for work in member.replicas.pop(rank).following:
                 work.cancel()
-            self.index.drop(replica.place)
-            self._free.append(replica.place)
-            replica.place = NOWHERE  # what it still answers teaches no heir
 
     def _write(self) -> None:
         """Tell Envoy. A server whose role is not known yet is not among them, unless an earlier
-        picker had it. One that drains or
-        died stays until the source drops it, as Envoy looks at its health by itself."""
+        picker had it. One that drains or died stays until the source drops it, as Envoy looks at
+        its health by itself."""
         if self._directory is None:
             return
         for cluster in CLUSTERS:
@@ -393,41 +361,35 @@ class Fleet:
         for rank, record in records.items():
             replica = member.replicas.get(rank)
             if replica is None:
-                replica = Replica(member, record, self._place(record, now))
-                work = asyncio.create_task(self._follow_events(replica))
+                replica = Replica(member.url, ServerState(record, now))
+                work = asyncio.create_task(self._follow_events(replica, member.events))
                 replica.following = work, self.stored.start(replica)
                 member.replicas[rank] = replica
             else:
-                replica.record = record
-                self.view.report(replica.place, record, now)
-
-    def _place(self, record: RankCosts, now: float) -> int:
-        if not self._free:
-            return self.view.add(record, now)
-        place = self._free.pop()
-        self.view.replace(place, record, now)
-        return place
+                replica.url = member.url
+                replica.state.report(record, now)
 
     # ---- What each holds ----
 
-    async def _follow_events(self, replica: Replica) -> None:
-        member = replica.member
-        if member.events is None:
-            logger.info("%s tells no events; its load decides", member.url)
+    async def _follow_events(self, replica: Replica, source: EventSource | None) -> None:
+        if source is None:
+            logger.info("%s tells no events; its load decides", replica.url)
             return
-        publisher = publisher_of(member.events, member.url, replica.record.rank)
         while True:
             try:
-                await follow(self._context, publisher, self.index, replica.place)
+                await follow_events(self._context, source, replica)
             except Exception as error:  # as above
-                logger.warning("events of %s cannot be followed: %r", member.url, error)
-                self.index.forget(replica.place)
+                logger.warning("events of %s cannot be followed: %r", replica.url, error)
+                replica.pages.forget()
             await asyncio.sleep(EVENTS_AGAIN_S)
+
+    def replicas(self) -> list[Replica]:
+        """Return those of all servers."""
+        return [one for member in self.members.values() for one in member.replicas.values()]
 
     def page_sizes(self) -> set[int]:
         """Return in how many tokens the servers' pages are named."""
-        replicas = (one for member in self.members.values() for one in member.replicas.values())
-        return {one.record.page_tokens for one in replicas}
+        return {one.record.page_tokens for one in self.replicas()}
 
     def sources_of(self, replica: Replica) -> list[Replica]:
         """Return those from which this one can have pages: of the same namespace, and as keyed as
@@ -437,7 +399,6 @@ class Fleet:
             return [replica]
         return [
             other
-            for member in self.members.values()
-            for other in member.replicas.values()
+            for other in self.replicas()
             if other.record.namespace == record.namespace and other.record.keyed == record.keyed
         ]

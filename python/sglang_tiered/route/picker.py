@@ -27,15 +27,17 @@ from sglang_tiered.policy.routing import (
 )
 from sglang_tiered.policy.server_costs import ROLES
 from sglang_tiered.route.envoy import DESTINATION, PREFILLER
-from sglang_tiered.route.fleet import MAYBE_S, NOWHERE, Replica
+from sglang_tiered.route.fleet import MAYBE_S
 from sglang_tiered.route.prompt import MAX_NEW_TOKENS
+from sglang_tiered.route.replicas import Shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from sglang_tiered.policy.routing import ServerState
     from sglang_tiered.route.fleet import Fleet, Member
-    from sglang_tiered.route.pages import Shared
     from sglang_tiered.route.prompt import Prompt
+    from sglang_tiered.route.replicas import Replica
 
 
 NUM_TARGETS = 3
@@ -56,14 +58,13 @@ class Refused:
 
 @dataclass(eq=False, slots=True)
 class Picked:
-    """``targets``: in the order in which they are to be tried. ``by``: ``cost`` or
-    ``least-tokens``. ``replica``: whose first token is awaited, of a pick by cost. ``predicted_s``:
-    when it was expected, 0 where the prompt's length is guessed."""
+    """``targets``: in the order in which they are to be tried. ``replica``: whose first token is
+    awaited, of a pick by cost. ``predicted_s``: when it was expected, 0 where the prompt's length
+    is guessed."""
 
     targets: list[Member]
     prompt: Prompt
     klass: RequestClass
-    by: str
     started_s: float
     replica: Replica | None = None
     predicted_s: float = 0.0
@@ -72,6 +73,11 @@ class Picked:
     more: dict[str, str] = field(default_factory=dict)
     keys: list[int] = field(default_factory=list)
     is_open: bool = True
+
+    @property
+    def by(self) -> str:
+        """By what it was chosen."""
+        return "least-tokens" if self.replica is None else "cost"
 
     @property
     def destination(self) -> str:
@@ -96,8 +102,8 @@ def _ready(among: list[Member], role: str, tried: Collection[str], now: float) -
     return [one for one in ready if one.address not in tried] or ready
 
 
-def _replicas(members: Iterable[Member]) -> dict[int, Replica]:
-    return {one.place: one for member in members for one in member.replicas.values()}
+def _replicas(members: Iterable[Member]) -> dict[Replica, Member]:
+    return {one: member for member in members for one in member.replicas.values()}
 
 
 class Picker:
@@ -178,61 +184,62 @@ class Picker:
         """Where one tells no costs, any of them will do."""
         if not all(one.replicas for one in members):
             return min(members, key=lambda _: self._draw())
-        replicas, states = _replicas(members), self._fleet.view.decode_states
-        place = choose_decode(states, replicas, prompt.num_tokens, prompt.max_new, draw=self._draw)
-        assert place is not None
+        replicas = _replicas(members)
+        states = {one: one.state.decode for one in replicas}
+        chosen = choose_decode(states, prompt.num_tokens, prompt.max_new, draw=self._draw)
         # Until the server tells more, an answer is short, whatever its client allows.
-        states[place].reserve(now, prompt.num_tokens + min(prompt.max_new, MAX_NEW_TOKENS))
-        return replicas[place].member
+        states[chosen].reserve(now, prompt.num_tokens + min(prompt.max_new, MAX_NEW_TOKENS))
+        return replicas[chosen]
 
     def _pick_among(
         self, ready: list[Member], prompt: Prompt, klass: RequestClass, now: float
     ) -> Picked | Refused:
         if not all(one.replicas for one in ready):
             order = sorted(ready, key=lambda one: (one.tokens_sent, self._draw()))
-            return Picked(order[:NUM_TARGETS], prompt, klass, "least-tokens", now)
-        replicas, states = _replicas(ready), self._fleet.view.states
-        held = self._held(replicas, prompt)
-        refused = self._refusal(klass, held, prompt, now)
+            return Picked(order[:NUM_TARGETS], prompt, klass, now)
+        replicas = _replicas(ready)
+        states = {one: one.state for one in replicas}
+        held = self._held(states, prompt)
+        refused = self._refusal(klass, states, held, prompt, now)
         if refused is not None:
             return refused
-        places = sorted(replicas, key=lambda place: states[place].queue_s(now))
-        choice = choose_server(states, replicas, held, prompt.num_tokens, now, draw=self._draw)
-        assert choice is not None
-        place = choice.server
-        states[place].reserve(now, choice.estimate.work_s)
-        picked = Picked([], prompt, klass, "cost", now)
+        soonest = sorted(states, key=lambda one: states[one].queue_s(now))
+        replica, expected = choose_server(states, held, prompt.num_tokens, now, draw=self._draw)
+        replica.state.reserve(now, expected.work_s)
+        member = replicas[replica]
+        targets = dict.fromkeys([member, *(replicas[one] for one in soonest)])
+        picked = Picked(list(targets)[:NUM_TARGETS], prompt, klass, now, replica)
         if prompt.ids is not None:  # or else the length is guessed, and teaches nothing
-            picked.predicted_s = choice.estimate.ttft_s
-        picked.replica = replica = replicas[place]
-        picked.held, picked.keys = held[place], prompt.keys(replica.record.page_tokens)
-        targets = dict.fromkeys([replica.member, *(replicas[one].member for one in places)])
-        picked.targets = list(targets)[:NUM_TARGETS]
-        if len(replica.member.replicas) > 1:
+            picked.predicted_s = expected.ttft_s
+        picked.held, picked.keys = held[replica], prompt.keys(replica.record.page_tokens)
+        if len(member.replicas) > 1:
             # Envoy may go on to another server of the list, which then takes its own replica.
-            picked.targets = [replica.member]
+            picked.targets = [member]
             picked.more[RANK] = str(replica.record.rank)
         return picked
 
     def _refusal(
-        self, klass: RequestClass, held: Mapping[int, Held], prompt: Prompt, now: float
+        self,
+        klass: RequestClass,
+        states: Mapping[Replica, ServerState],
+        held: Mapping[Replica, Held],
+        prompt: Prompt,
+        now: float,
     ) -> Refused | None:
         if klass.limit_s is None or not klass.is_sheddable:
             return None
-        states = self._fleet.view.states
-        least_s = least_ttft(states, held, held, prompt.num_tokens, now)
-        shortest_s = min(states[place].queue_s(now) for place in held)
+        least_s = least_ttft(states, held, prompt.num_tokens, now)
+        shortest_s = min(state.queue_s(now) for state in states.values())
         after_s = retry_after_s(klass.limit_s, least_s, shortest_s)
         if after_s is None:
             return None
         sentence = f"no server promises a first token within {klass.limit_s:g} s"
         return Refused(429, sentence, after_s, klass.name)
 
-    def _held(self, replicas: Mapping[int, Replica], prompt: Prompt) -> dict[int, Held]:
-        index = self._fleet.index
+    def _held(self, replicas: Iterable[Replica], prompt: Prompt) -> dict[Replica, Held]:
         groups: dict[tuple[str, bool, int], Shared] = {}
         found = {}
-        for place, replica in replicas.items():
+        for replica in replicas:
             record = replica.record
             keys = prompt.keys(record.page_tokens)
             group = (record.namespace, record.keyed, record.page_tokens)
@@ -240,9 +247,8 @@ class Picker:
                 sources = self._fleet.sources_of(replica)
                 mask = functools.reduce(operator.or_, (one.bit for one in sources), 0)
                 bits = self._fleet.stored.bits(prompt.stored(record.page_tokens)) if mask else ()
-                groups[group] = index.shared([one.place for one in sources], keys, bits, mask)
-            found[place] = index.held(
-                place,
+                groups[group] = Shared(keys, [one.pages for one in sources], bits, mask)
+            found[replica] = replica.pages.held(
                 keys,
                 record.page_tokens,
                 groups[group],
@@ -265,7 +271,7 @@ class Picker:
             return
         self._first(picked).tokens_sent += picked.prompt.num_tokens
         if picked.replica is not None:
-            self._fleet.index.expect(picked.replica.place, picked.keys)
+            picked.replica.pages.expect(picked.keys)
 
     def _first(self, picked: Picked) -> Member:
         return picked.prefill or picked.targets[0]
@@ -277,9 +283,8 @@ class Picker:
             seen_s = self._clock() - picked.started_s
             is_as_picked = is_good and served in ("", picked.targets[0].address)
             replica = picked.replica
-            if picked.prompt.is_stream and is_as_picked and replica and replica.place != NOWHERE:
-                state = self._fleet.view.states[replica.place]
-                state.answered(picked.predicted_s, seen_s)
+            if picked.prompt.is_stream and is_as_picked and replica is not None:
+                replica.state.answered(picked.predicted_s, seen_s)
         self.ended(picked, is_good)
 
     def ended(self, picked: Picked, is_good: bool = False) -> None:
@@ -290,4 +295,4 @@ class Picker:
                 self._fleet.abandon(picked.prefill, int(picked.more[ROOM]))
             self._first(picked).tokens_sent -= picked.prompt.num_tokens
             if picked.replica is not None:
-                self._fleet.index.settle(picked.replica.place, picked.keys)
+                picked.replica.pages.settle(picked.keys)

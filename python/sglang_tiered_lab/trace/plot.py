@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.extras import require
+from sglang_tiered.flags import require
 from sglang_tiered_lab.trace.writing import new_file
 
 if TYPE_CHECKING:

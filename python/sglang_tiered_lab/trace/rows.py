@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import msgspec
 
 from sglang_tiered.errors import TraceError
-from sglang_tiered.extras import require
+from sglang_tiered.flags import require
 from sglang_tiered_lab.trace.forms import Layout
 
 if TYPE_CHECKING:

@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 
 from kit.serving import Quiet, serving
-from sglang_tiered.demo.asking import NUM_NEW, Answer, AskedServer, Client
 from sglang_tiered.demo.command import (
     DEVICE,
     EXPECTED,
     FIRST,
     HOST,
     KILLED,
+    NUM_NEW,
     NVME,
+    Answer,
+    AskedServer,
     Demo,
     Interruption,
     document,
@@ -205,7 +207,7 @@ def answering() -> list[dict[str, object]]:
 
 def test_text_is_the_whole_answer() -> None:
     with sglang(chunks=answering()) as url:
-        said = Client(url).ask([1, 2])
+        said = Demo(url).ask([1, 2])
     assert (said.text, said.output_ids) == ("".join(PARTS), list(range(NUM_NEW)))
 
 
@@ -214,7 +216,7 @@ def test_text_is_the_whole_answer() -> None:
 )
 def test_what_is_no_answer_ends_the_demo(chunks: list[dict[str, object]]) -> None:
     with sglang(chunks=chunks) as url, pytest.raises(NotServingError, match="broke off"):
-        Client(url).ask([1])
+        Demo(url)
 
 
 def test_a_terminal_obeys_no_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang_tiered import Engine, launch_server
 from sglang_tiered.config import ENVIRONMENT_VARIABLE
 from sglang_tiered.errors import ConfigError, RequestError, StoreLockedError
-from sglang_tiered.integration import engine
-from sglang_tiered.integration.launch import start
+from sglang_tiered.integration import engine, start
 from sglang_tiered.storage.region import directory
 from sglang_tiered.storage.region.directory import DirectoryLock
 

@@ -23,7 +23,7 @@ from sglang_tiered.codecs import PageLayout
 from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError, StoreLockedError
 from sglang_tiered.flags import MiB
-from sglang_tiered.integration.launch import start
+from sglang_tiered.integration import start
 from sglang_tiered.integration.storage.shards import has_geometry, shard_name
 from sglang_tiered.integration.storage.tiers import open_shard
 from sglang_tiered.storage.base import Erasure, Reason, Run
@@ -184,7 +184,7 @@ def test_fork_outliving_its_server_holds_no_directory(tmp_path: Path) -> None:
     program = """
 import contextlib, os, sys
 from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
-from sglang_tiered.integration.launch import start
+from sglang_tiered.integration import start
 
 nvme = NvmeConfig(directory=sys.argv[1], capacity_bytes=1 << 26, region_bytes=1 << 23)
 with contextlib.ExitStack() as held:

@@ -21,8 +21,7 @@ from sglang_tiered.policy.balance import RoleBalance
 from sglang_tiered.policy.server_costs import FRESH_S, NOT_IDLE, switch_key
 from sglang_tiered.route.fleet import ORDER_S, Fleet, Member
 from sglang_tiered.route.service import PickerService
-from sglang_tiered.route.settings import RouteConfig
-from sglang_tiered.route.source import Source
+from sglang_tiered.route.settings import RouteConfig, Source
 
 COOLDOWN_S = 0.3
 KEY = "operator"
@@ -31,8 +30,7 @@ KEY = "operator"
 @pytest.fixture
 def mocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mocks]:
     """One server that prefills, and has more to do than it can; three that rest."""
-    monkeypatch.setattr("sglang_tiered.route.balancer.LOOK_S", 0.02)
-    monkeypatch.setattr("sglang_tiered.route.settings.MIN_COOLDOWN_S", 0.0)
+    monkeypatch.setattr("sglang_tiered.route.service.LOOK_S", 0.02)
     monkeypatch.setattr("sglang_tiered.policy.balance.MAX_DOUBLED", 0)
     made = Mocks([0] * 4)
     for number, mock in enumerate(made):
@@ -193,7 +191,7 @@ def test_a_lost_answer_is_asked_for_again(
     mocks: Mocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A network that fails for a moment says nothing of a server; nor does a proxy's 504."""
-    monkeypatch.setattr("sglang_tiered.route.balancer.SWITCH_S", 0.25)
+    monkeypatch.setattr("sglang_tiered.route.service.SWITCH_S", 0.25)
 
     def passes(metrics: str) -> bool:
         if sum(asked(mocks)) == 3:
@@ -239,7 +237,7 @@ def test_nobody_is_asked_while_another_drains(
     mocks: Mocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a picker's restart. But one that drains for ever does not keep the others."""
-    monkeypatch.setattr("sglang_tiered.route.balancer.SWITCH_S", 5 * COOLDOWN_S)
+    monkeypatch.setattr("sglang_tiered.route.service.SWITCH_S", 5 * COOLDOWN_S)
     began, seen = time.monotonic(), []
 
     def looks(metrics: str) -> bool:

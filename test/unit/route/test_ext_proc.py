@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from sglang_tiered.route.classes import Classes
-from sglang_tiered.route.ext_proc import FULL_DUPLEX, Decider, ExtProc, Request
+from sglang_tiered.route.ext_proc import FULL_DUPLEX, Decider, Request, process
 from sglang_tiered.route.fleet import Fleet, Member
-from sglang_tiered.route.numbers import Numbers
 from sglang_tiered.route.picker import Picker
-from sglang_tiered.route.source import Source
-from sglang_tiered.route.tokens import TokenReader
+from sglang_tiered.route.prompt import TokenReader
+from sglang_tiered.route.record import Numbers
+from sglang_tiered.route.settings import Classes, Source
 
 
 def test_body_that_ends_with_trailers_is_picked_for(tmp_path: Path) -> None:
@@ -37,7 +36,7 @@ def test_body_that_ends_with_trailers_is_picked_for(tmp_path: Path) -> None:
         reader = TokenReader(None, fleet.tokenize, 5.0)
         decider = Decider(reader, Picker(fleet), Classes(None), Numbers())
         try:
-            return [one async for one in ExtProc(decider).process(messages(), None)]
+            return [one async for one in process(decider, messages(), None)]
         finally:
             reader.close()
             await fleet.close()

@@ -13,13 +13,13 @@ import pytest
 from kit.clock import Clock
 from kit.cost_records import record_of
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
-from sglang_tiered.policy.routing import Held, RequestClass
+from sglang_tiered.policy.routing import Held, RequestClass, ServerState
 from sglang_tiered.policy.server_costs import DecodeLoad, Room, Waiting
-from sglang_tiered.route.fleet import Fleet, Member, Replica
-from sglang_tiered.route.pages import DEVICE, DISK
+from sglang_tiered.route.fleet import Fleet, Member
 from sglang_tiered.route.picker import Picked, Picker, Refused
 from sglang_tiered.route.prompt import Prompt
-from sglang_tiered.route.source import Source
+from sglang_tiered.route.replicas import DEVICE, DISK, Replica
+from sglang_tiered.route.settings import Source
 
 PAGE = 64
 
@@ -53,8 +53,8 @@ class World:
         if is_priced:
             for rank in range(num_ranks):
                 record = record_of(costs, **{"rank": rank, **more})
-                place = self.fleet.view.add(record, self.clock())
-                member.replicas[rank] = Replica(member, record, place)
+                state = ServerState(record, self.clock())
+                member.replicas[rank] = Replica(member.url, state)
                 member.role, member.bootstrap_port = record.role, record.bootstrap_port
             member.num_ranks = num_ranks
         member.is_up, member.seen_s = True, self.clock()
@@ -81,7 +81,7 @@ def prompt_of(num_tokens: int = 10 * PAGE, **more: Any) -> Prompt:
 def test_pages_that_are_held_decide(world: World) -> None:
     servers = [world.add() for _ in range(3)]
     prompt = prompt_of()
-    world.fleet.index.store(servers[1].replicas[0].place, DEVICE, prompt.keys(PAGE)[:8])
+    servers[1].replicas[0].pages.store(DEVICE, prompt.keys(PAGE)[:8])
     picked = world.pick(prompt)
     assert picked.by == "cost" and picked.targets[0] is servers[1]
     assert picked.held == Held(device=8 * PAGE)
@@ -91,7 +91,7 @@ def test_pages_that_are_held_decide(world: World) -> None:
 def test_a_long_queue_outweighs_pages(world: World) -> None:
     busy, idle = world.add(queue_wait_s=9.0), world.add()
     prompt = prompt_of()
-    world.fleet.index.store(busy.replicas[0].place, DEVICE, prompt.keys(PAGE))
+    busy.replicas[0].pages.store(DEVICE, prompt.keys(PAGE))
     assert world.pick(prompt).targets[0] is idle
 
 
@@ -106,24 +106,8 @@ def test_siblings_follow_before_any_event(world: World) -> None:
     for picked in (first, second):
         world.picker.answered(picked, True, picked.targets[0].address)
         world.picker.ended(picked)  # a second time
-    assert not any(world.fleet.index._soon.values())
+    assert not any(one.pages._soon for one in world.fleet.replicas())
     assert [one.tokens_sent for one in world.fleet.members.values()] == [0, 0, 0]
-
-
-def test_answer_of_a_dead_server_teaches_no_heir(world: World) -> None:
-    dead, prompt = world.add(), prompt_of()
-    late = world.pick(prompt)
-    world.fleet._drop(dead, [0])
-    del world.fleet.members[dead.address]
-    heir = world.add()
-    place = world.fleet._place(heir.replicas[0].record, world.clock())
-    heir.replicas[0].place = place
-    world.pick(prompt)
-    world.clock.now += 50.0
-    late.prompt.is_stream = True
-    world.picker.answered(late, True, dead.address)
-    assert world.fleet.view.states[place].slowdown == 1.0
-    assert world.fleet.index.own(place, prompt.keys(PAGE))[0] == 10, "its own request's"
 
 
 def test_stored_pages_count_as_nvme_and_of_peers(world: World) -> None:
@@ -134,7 +118,7 @@ def test_stored_pages_count_as_nvme_and_of_peers(world: World) -> None:
         known = mirror.join(member.url, "")
         assert known is not None and mirror.add_pages(known, prompt.stored(PAGE)[:num_pages])
         member.replicas[0].known = known
-    held = world.picker._held({m.replicas[0].place: m.replicas[0] for m in servers}, prompt)
+    held = world.picker._held(world.fleet.replicas(), prompt)
     assert list(held.values()) == [
         Held(nvme=PAGE, peer=5 * PAGE),
         Held(nvme=6 * PAGE),
@@ -162,7 +146,7 @@ def test_a_guessed_length_has_a_price_too(world: World, ids: array[int] | None) 
     assert (picked.by, picked.targets[0]) == ("cost", fast)
     world.clock.now += 9.0
     world.picker.answered(picked, True, fast.address)
-    state = world.fleet.view.states[fast.replicas[0].place]
+    state = fast.replicas[0].state
     assert (state.slowdown > 1.0) is (ids is not None), "a guess teaches nothing"
 
 
@@ -217,7 +201,7 @@ def test_silent_or_unwanted_servers_are_not_picked(world: World) -> None:
 def test_nvme_of_others_counts_within_a_namespace(world: World) -> None:
     first, second = world.add(server="aa"), world.add(server="bb", queue_wait_s=9.0)
     prompt = prompt_of()
-    world.fleet.index.store(second.replicas[0].place, DISK, prompt.keys(PAGE))
+    second.replicas[0].pages.store(DISK, prompt.keys(PAGE))
     assert world.pick(prompt).held.peer == 10 * PAGE
     other = world.add(server="cc", namespace="22" * 32)
     picked = world.pick(prompt, subset={other.address})
@@ -237,7 +221,7 @@ def test_late_request_is_refused_unless_a_server_rests(world: World) -> None:
 
 def test_replica_is_named(world: World) -> None:
     member, prompt = world.add(num_ranks=2), prompt_of()
-    world.fleet.index.store(member.replicas[1].place, DEVICE, prompt.keys(PAGE))
+    member.replicas[1].pages.store(DEVICE, prompt.keys(PAGE))
     picked = world.pick(prompt)
     assert picked.headers()["x-override-routed-dp-rank"] == "1" and picked.targets == [member]
 
@@ -247,7 +231,7 @@ def test_pair_computes_and_answers(world: World) -> None:
     full = world.add(role="decode", device=Room(4000, 4096))
     decode = world.add(role="decode")
     prompt = prompt_of()
-    world.fleet.index.store(prefills[1].replicas[0].place, DEVICE, prompt.keys(PAGE))
+    prefills[1].replicas[0].pages.store(DEVICE, prompt.keys(PAGE))
     picked = world.pick(prompt, request="a")
     assert (picked.prefill, picked.targets) == (prefills[1], [decode])
     told = picked.headers()
@@ -276,7 +260,7 @@ def test_room_leads_to_the_picked_replica(world: World, rank: int) -> None:
     """A header that names a replica of one half is mirrored to the other."""
     prefill = world.add(role="prefill", bootstrap_port=8998, num_ranks=4)
     world.add(role="decode", num_ranks=2)
-    world.fleet.index.store(prefill.replicas[rank].place, DEVICE, prompt_of().keys(PAGE))
+    prefill.replicas[rank].pages.store(DEVICE, prompt_of().keys(PAGE))
     del prefill.replicas[1]  # which has told nothing yet
     told = [world.pick(prompt_of()).headers() for _ in range(20)]
     assert {int(one["x-override-bootstrap-room"]) % 4 for one in told} == {rank}
@@ -294,7 +278,7 @@ def test_halves_without_costs_are_a_pair(world: World) -> None:
 
 def test_slowdown_is_learnt_of_streams_alone(world: World) -> None:
     member = world.add()
-    state = world.fleet.view.states[member.replicas[0].place]
+    state = member.replicas[0].state
     for is_stream, is_good, served, learns in (
         (False, True, member.address, False),
         (True, False, member.address, False),

@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 import requests
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.extras import require
+from sglang_tiered.flags import require
 from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import Health
 from sglang_tiered.storage.bucket.directory import LISTED_AT_ONCE, Directory, Listed

@@ -10,12 +10,11 @@ alone or in the servers' own plans too.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_tiered.policy.routing import RouterView
+from sglang_tiered.policy.routing import ServerState
 from sglang_tiered_lab.trace.cluster.records import Reporter
 from sglang_tiered_lab.trace.cluster.residency import (
     DEVICE,
@@ -31,7 +30,6 @@ from sglang_tiered_lab.trace.replay.lru import lengths_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from sglang_tiered.policy.routing import ServerState
     from sglang_tiered.policy.server_costs import RankCosts
     from sglang_tiered_lab.trace.cluster.server import Job, Server
 
@@ -162,9 +160,7 @@ class Books:
                 for server, factor in zip(servers, factors, strict=True)
             ]
         self._reporters = list(map(Reporter, servers, wrong))
-        self.told = RouterView()
-        for reporter in self._reporters:
-            self.told.add(reporter.take(0.0), 0.0)
+        self.states = [ServerState(one.take(0.0), 0.0) for one in self._reporters]
 
     # ---- Events ----
 
@@ -205,10 +201,10 @@ class Books:
         for where in (self.truth, self.view, self.predicted):
             where.forget_server(server)
         self._late = collections.deque(late for late in self._late if late[1] != server)
-        state = self.told.states[server]
+        state = self.states[server]
         state.slowdown = 1.0
         state.sent.clear()
-        self.told.report(server, self.record(server, now_s), now_s)
+        state.report(self.record(server, now_s), now_s)
 
     # ---- Requests ----
 
@@ -232,7 +228,7 @@ class Books:
 
     def handed(self, job: Job) -> None:
         """It was sent to a decode server too."""
-        state = self.told.decode_states[job.decode]
+        state = self.states[job.decode].decode
         job.expected = job.tokens + int(self.mean_new_tokens)
         state.num_running += 1
         state.num_tokens += job.expected
@@ -249,7 +245,7 @@ class Books:
 
     def ended(self, job: Job) -> None:
         """Its decode server has no more to do with it."""
-        state = self.told.decode_states[job.decode]
+        state = self.states[job.decode].decode
         state.num_running = max(0, state.num_running - 1)
         state.num_tokens = max(0, state.num_tokens - job.expected)
         self.active.remove(job.decode, job)
@@ -281,17 +277,16 @@ class Books:
         """Take in what all servers say now."""
         for number, server in enumerate(self._servers):
             if server.is_live:
-                self.told.report(number, self.record(number, now_s), now_s)
-                decode = self.told.decode_states[number]
+                self.states[number].report(self.record(number, now_s), now_s)
+                decode = self.states[number].decode
                 # What is on its way there no record has.
                 decode.num_running += self._num_coming[number]
                 decode.num_tokens += self._tokens_coming[number]
 
-    def fresh_states(self, among: Iterable[int], now_s: float) -> list[ServerState]:
-        """Return the states, those of ``among`` with what the servers would say now."""
-        fresh = RouterView()
-        fresh.states = [dataclasses.replace(state, sent=[]) for state in self.told.states]
-        fresh.decode_states = [dataclasses.replace(state) for state in self.told.decode_states]
+    def fresh_states(self, among: Iterable[int], now_s: float) -> dict[int, ServerState]:
+        """Return the states of ``among``, with what the servers would say now."""
+        fresh = {}
         for number in among:
-            fresh.report(number, self.record(number, now_s), now_s)
-        return fresh.states
+            state = fresh[number] = ServerState(self.record(number, now_s), now_s)
+            state.slowdown = self.states[number].slowdown
+        return fresh

@@ -332,9 +332,8 @@ class _Cost(_Indexed):
     def _choose(self, job: Job, now_s: float) -> tuple[int, int]:
         held, elsewhere = self._held(job, now_s)
         books = self._books
-        choice = choose_server(
-            books.told.states,
-            self.open_servers,
+        server, expected = choose_server(
+            {one: books.states[one] for one in self.open_servers},
             held,
             job.tokens,
             now_s,
@@ -342,19 +341,17 @@ class _Cost(_Indexed):
             charge=self._tuning.charge,
             draw=self._random.random,
         )
-        assert choice is not None
-        job.server, job.predicted_s = choice.server, choice.estimate.ttft_s
+        job.server, job.predicted_s = server, expected.ttft_s
         job.sent_s = now_s
-        books.told.states[choice.server].reserve(now_s, choice.estimate.work_s)
+        books.states[server].reserve(now_s, expected.work_s)
         if self._tuning.predict:
             self._predict(job)
-        mine = held.get(choice.server, elsewhere)
-        new = job.tokens - mine.device - mine.host - choice.estimate.loaded
-        return choice.server, max(0, new)
+        mine = held.get(server, elsewhere)
+        return server, max(0, job.tokens - mine.device - mine.host - expected.loaded)
 
     def answered(self, job: Job, now_s: float) -> None:
         if self._tuning.learn:
-            state = self._books.told.states[job.server]
+            state = self._books.states[job.server]
             state.answered(job.predicted_s, now_s - job.sent_s)
         if self._tuning.predict:
             # Its event is on the way; from then on the index says if the blocks are still there.
@@ -365,16 +362,13 @@ class _Cost(_Indexed):
             self._books.predicted.settle(job.server, job.request.units)
 
     def choose_decode(self, job: Job) -> int:
-        chosen = choose_decode(
-            self._books.told.decode_states,
-            self.decoders,
+        return choose_decode(
+            {one: self._books.states[one].decode for one in self.decoders},
             job.tokens,
             int(self._books.mean_new_tokens),
-            tpot_s=self._tpot_s,
+            tpot_s=math.inf if self._tpot_s is None else self._tpot_s,
             draw=self._random.random,
         )
-        assert chosen is not None
-        return chosen
 
 
 def predicted_ttft(
@@ -389,11 +383,11 @@ def predicted_ttft(
     """Return the least time to the first token that any server promises: by what the router knows,
     or ``exactly``, by what is."""
     books.look(now_s)
-    index, states = (books.truth if exactly else books.view), books.told.states
+    index, states = books.view, {one: books.states[one] for one in candidates}
     if exactly:
-        states = books.fresh_states(candidates, now_s)
+        index, states = books.truth, books.fresh_states(candidates, now_s)
     held, elsewhere = index.match(job.request.units, books.predicted).held(job.tokens, unit_tokens)
-    return least_ttft(states, candidates, held, job.tokens, now_s, elsewhere=elsewhere)
+    return least_ttft(states, held, job.tokens, now_s, elsewhere=elsewhere)
 
 
 _ROUTERS: dict[str, type[Router]] = {

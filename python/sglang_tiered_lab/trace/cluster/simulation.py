@@ -325,7 +325,7 @@ class Simulation:
         else:
             is_shed = predicted_ttft(*args, exactly=False) > plan.ttft_s
             if plan.admission == "soft" and is_shed:
-                is_shed = all(self.books.told.states[one].free_s > now_s for one in candidates)
+                is_shed = all(self.books.states[one].free_s > now_s for one in candidates)
         if is_shed:
             self.outcome.shed(job, predicted_ttft(*args, exactly=True) <= plan.ttft_s)
         return is_shed

@@ -31,7 +31,7 @@ from sglang_tiered.flags import MiB
 from sglang_tiered.integration.cache import prefill_times as prefill_prior
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.identity import namespace
-from sglang_tiered.integration.launch.resolve import _storage_arguments
+from sglang_tiered.integration.resolve import _storage_arguments
 from sglang_tiered.policy.cost_model import PrefillCost
 
 DEADLINE_S = 60.0

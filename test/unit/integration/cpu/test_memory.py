@@ -19,7 +19,6 @@ from sglang_tiered.integration.cache import host_size
 from sglang_tiered.integration.cpu import memory
 from sglang_tiered.integration.cpu.memory import WorkingSet, device_pool_bytes
 from sglang_tiered.integration.identity.model import one_copy
-from sglang_tiered.integration.launch import accelerator
 
 HOST_FRACTION = 0.8 * 0.95
 """What SGLang's ``auto_size_hicache`` takes of the memory that is left, at the most."""
@@ -89,14 +88,14 @@ def test_working_set_counts_one_copy_of_the_weights(tmp_path: Path) -> None:
 def test_unusable_gpu_is_not_replaced_by_the_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if accelerator.is_available():
+    if plugin.has_accelerator():
         pytest.skip("torch can use the device of this machine")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(accelerator, "NVIDIA_CONTROL", tmp_path / "nvidiactl")
-    assert accelerator.problem() is None
+    monkeypatch.setattr(plugin, "NVIDIA_CONTROL", tmp_path / "nvidiactl")
+    assert plugin.accelerator_problem() is None
     (tmp_path / "nvidiactl").touch()
     with pytest.raises(SystemExit, match="cannot use a GPU"):  # SGLang passes it on
         plugin.activate_platform()
     assert launch_server.main(["--model-path", "m"]) == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert accelerator.problem() is None
+    assert plugin.accelerator_problem() is None

@@ -17,7 +17,6 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import plugin
 from sglang_tiered.integration.cuda_native import platform
 from sglang_tiered.integration.cuda_native.platform import NativeCudaPlatform
-from sglang_tiered.integration.launch import accelerator
 
 FIND_SPEC = importlib.util.find_spec
 
@@ -39,7 +38,7 @@ def test_cuda_without_kernels_gets_the_native_platform(
         return (object() if kernels else None) if name == "sgl_kernel" else FIND_SPEC(name)
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
-    assert accelerator.lacks_kernels() is is_native
+    assert plugin.lacks_kernels() is is_native
     if machine == "cuda":
         name = plugin.activate_platform()
         assert (name and pkgutil.resolve_name(name)) is (NativeCudaPlatform if is_native else None)
@@ -98,7 +97,7 @@ def test_sglang_imports_on_cuda_without_its_kernels() -> None:
         torch.cuda.get_device_name = lambda *_: "a device"
         torch.cuda.device_count = lambda: 1
         torch.version.cuda = "13.0"
-        from sglang_tiered.integration.launch import start
+        from sglang_tiered.integration import start
         start.prepare()
         from sglang.srt.platforms import current_platform
         from sglang.srt.utils import is_cuda

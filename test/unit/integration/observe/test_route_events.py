@@ -16,16 +16,15 @@ from sglang.srt.mem_cache.utils import (
 )
 
 from sglang_tiered.integration.observe.kv_events import _Node
-from sglang_tiered.route.events import apply
-from sglang_tiered.route.pages import HeldPages
 from sglang_tiered.route.prompt import Prompt, page_keys
+from sglang_tiered.route.replicas import HeldPages
 from sglang_tiered.sharing.mirror import fingerprints_of
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode([0.0, [{"type": "X"}]])])
 def test_batch_of_another_kind_is_refused(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        apply(HeldPages(), 0, payload)
+        HeldPages().apply(payload)
 
 
 PAGE = 16

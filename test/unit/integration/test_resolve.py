@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from server_process import free_ports
 from sglang_tiered import launch_server
-from sglang_tiered.config import NvmeConfig, TierMode
+from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode, TransferConfig
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import GiB, MiB, flags_of
+from sglang_tiered.integration import resolve as server_args
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
-from sglang_tiered.integration.launch import resolve as server_args
-from sglang_tiered.integration.launch.resolve import resolve_object
+from sglang_tiered.integration.resolve import (
+    URL_VARIABLE,
+    added_arguments,
+    resolve_object,
+    resolve_peers,
+    resolve_transfer,
+    warnings,
+)
 from sglang_tiered.integration.storage import shards, tiers
+from sglang_tiered.integration.storage.tiers import peer_settings
 from sglang_tiered.remote_config import ObjectConfig, PeerConfig
 from sglang_tiered.storage.filesystem import filesystem_type
+from sglang_tiered.wire.keys import PEER, make_keys
+
+URL, LOCAL_URL = "redis://192.0.2.1:6379/0", "redis://127.0.0.1:6379/0"
+DECODE = "--tier-mode host --disaggregation-mode decode"
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +132,34 @@ def test_ranks_of_one_machine_share_the_caps(resolve: Any) -> None:
         ("--tier-mode host --tier-index redis://h", "--tier-index URL has no meaning with"),
         ("--decode-attention-backend pod --tier-mode off", "would never see a mixed batch"),
         ("--tier-mode off --tier-log-requests /log", "/log has no meaning with --tier-mode off"),
+        # ---- Sharing between servers: never a password ----
+        ("--tier-peer-port 4000", "--tier-peer-port 4000 needs --tier-peers or --tier-index"),
+        ("--tier-index http://:hunter2@host", "cannot be used; write redis://"),
+        ("--tier-index redis://:hun/ter2@host", "--tier-index"),
+        ("--tier-index redis://:hunter2@host?maint_notifications_config=1", "--tier-index"),
+        (f"--tier-index {URL} --tier-peer-port 0", "0 is not a whole number from 1 on"),
+        (f"--tier-index {URL} --tier-peer-port 65535 --tp 2", "must be at most 65534"),
+        (f"--tier-index {URL} --tier-peer-host 192.0.2.1", "cannot be listened on"),
+        (f"--tier-index {URL} --tier-peer-host no_such_host", "is no host that this machine"),
+        (f"--tier-index {URL} --pp-size 2", "--tier-index cannot run with --pp-size 2"),
+        (f"--tier-index {URL} --tier-peer-keys /nowhere", "/nowhere has no peer.key_secret"),
+        ("--tier-peers host", "--tier-peers 'host' is no address; write HOST:PORT"),
+        ("--tier-peers ,", "--tier-peers names no server"),
+        ("--tier-peers a:1,b:2", "--tier-peers names servers of several ports"),
+        ("--tier-peers a:1 --pp-size 2", "--tier-peers cannot run with --pp-size 2"),
+        # ---- Prefill and decode ----
+        ("--transfer-codec int8", "is for --disaggregation-mode prefill or decode with"),
+        (f"{DECODE} --transfer-encrypt some", "--transfer-encrypt some is unknown"),
+        (f"{DECODE} --transfer-window-bytes 0", "transfer-window-bytes 0 must be greater than"),
+        (f"{DECODE} --transfer-connections 0", "0 is not a whole number from 1"),
+        (f"{DECODE} --transfer-connections 17", "--transfer-connections 17 must be from 1 to 16"),
+        (f"{DECODE} --transfer-codec gzip", "--transfer-codec gzip is unknown; choose one of none"),
+        (f"{DECODE} --transfer-peer-timeout 1", "transfer-peer-timeout 1 must be from 2"),
+        (f"{DECODE} --transfer-peer-timeout nan", "transfer-peer-timeout nan is not a time"),
+        (f"{DECODE} --transfer-encrypt all", "needs --transfer-keys"),
+        (f"{DECODE} --transfer-keys /nowhere", "/nowhere has no decode.key_secret"),
+        (f"{DECODE} --tokenizer-worker-num 2", "2 cannot run with the zmq"),
+        (f"{DECODE} --transfer-codec int8 --disaggregation-enable-kv-checksum", "int8 rounds what"),
     ],
 )
 def test_bad_combination_is_one_sentence(
@@ -126,6 +169,7 @@ def test_bad_combination_is_one_sentence(
         resolve(line)
     message = str(caught.value)
     assert sentence in message and message.endswith(".") and "\n" not in message
+    assert "hun" not in message and "ter2" not in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -158,13 +202,6 @@ def test_a_tier_in_memory_counts_as_memory(resolve: Any, in_memory: Path) -> Non
         with pytest.raises(ConfigError, match=r"of memory that .* can take, which is on tmpfs"):
             resolve(f"--tier-dir {in_memory} --tier-nvme-bytes {beyond}")
     assert not in_memory.exists()
-
-
-def test_sharing_beyond_this_machine_without_keys_is_noted(resolve: Any) -> None:
-    shared = "--tier-dir {tmp}/kv --tier-nvme-bytes 1GiB --tier-index redis://192.0.2.1"
-    (note,) = resolve(shared).notes  # whoever writes to that Redis
-    assert "--tier-peer-keys" in note
-    assert resolve(shared.replace("192.0.2.1", "127.0.0.1")).notes == ()
 
 
 def test_every_flag_without_its_tier_is_refused(resolve: Any) -> None:
@@ -229,3 +266,144 @@ def test_sizes_are_those_of_the_resolved_settings(resolve: Any) -> None:
     model = {"tp_size": 4, "pp_size": 1, "dp_size": 1, "attn_dp_size": 2, "attn_cp_size": 2}
     config = shards.of_settings(SimpleNamespace(**model, nnodes=1)).put_into(config)
     assert (config.num_ranks, config.tp_size, config.dp_size) == (4, 1, 2)
+
+
+# ---- Sharing between servers ----
+
+
+def peers_of(
+    *, num_ranks: int = 1, environment: dict[str, str] | None = None, **explicit: Any
+) -> PeerConfig | None:
+    return resolve_peers(explicit, num_ranks, environment or {})
+
+
+# Of this machine, and nobody else's: ports next to each other are free or taken as a test says.
+QUIET_HOST = "127.77.0.1"
+
+
+@pytest.fixture
+def taken() -> Any:
+    with socket.create_server((QUIET_HOST, 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_the_flag_wins_over_the_environment() -> None:
+    other = {URL_VARIABLE: "redis://:pw@192.0.2.2"}
+    assert peers_of() is peers_of(environment={URL_VARIABLE: ""}) is None
+    assert peers_of(tier_index=URL, environment=other).url == URL
+    assert peers_of(environment=other).url == "redis://:pw@192.0.2.2"
+
+
+def test_pages_are_served_where_the_server_listens() -> None:
+    for host, peer_host, expected in (
+        ({}, {}, "127.0.0.1"),
+        ({"host": "0.0.0.0"}, {}, "0.0.0.0"),
+        ({"host": "0.0.0.0"}, {"tier_peer_host": "localhost"}, "127.0.0.1"),
+    ):
+        assert peers_of(tier_index=URL, **host, **peer_host).host == expected
+
+
+def test_each_rank_has_a_port_of_its_own(taken: int) -> None:
+    port = free_ports(2)
+    own = {"tier_index": URL, "tier_peer_host": QUIET_HOST, "num_ranks": 2}
+    config = peers_of(**own, tier_peer_port=str(port))
+    assert [peer_settings(config, rank).listen_port for rank in range(2)] == [port, port + 1]
+    with pytest.raises(ConfigError, match=f"--tier-peer-port {taken} is in use on {QUIET_HOST}"):
+        peers_of(**own, tier_peer_port=str(taken - 1))
+
+
+def test_a_rank_follows_those_with_its_pages() -> None:
+    """Of two servers with two replicas of two ranks each, and where names do not resolve yet."""
+    config = peers_of(tier_peers="a.invalid:31000,b.invalid:31000", num_ranks=4, host="127.0.0.1")
+    assert config is not None and config.port == 31000
+    for rank, ports in enumerate([(0, 2), (1, 3), (0, 2), (1, 3)]):
+        settings = peer_settings(config, rank, num_ranks=4, tp_size=2)
+        assert settings.ports == ports
+        assert settings.listen_port == 31000 + rank
+        assert [target.host for target in settings.peers] == ["a.invalid", "b.invalid"]
+
+
+def test_keys_that_others_can_read_are_refused(tmp_path: Path) -> None:
+    make_keys(tmp_path, (PEER,))
+    config = peers_of(tier_index=URL, tier_peer_keys=str(tmp_path))
+    assert peer_settings(config, 0).keys_directory == str(tmp_path)
+    os.chmod(tmp_path / "peer.key_secret", 0o644)
+    with pytest.raises(ConfigError, match="can be read by others; chmod 600 it"):
+        peers_of(tier_index=URL, tier_peer_keys=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"--tier-index {URL} --host 0.0.0.0", "--tier-peer-keys"),
+        (f"--tier-index {URL}", "anyone who can write to the Redis"),
+        ("--tier-peers 192.0.2.5:31000 --host 0.0.0.0", "erase"),
+        (f"--tier-index {LOCAL_URL} --host localhost", ""),
+        ("--tier-peers 192.0.2.5:31000", ""),
+    ],
+)
+def test_sharing_beyond_this_machine_is_noted(
+    resolve: Any, line: str, said: str, tmp_path: Path
+) -> None:
+    make_keys(tmp_path, (PEER,))
+    line = f"--tier-dir {{tmp}}/kv --tier-nvme-bytes 1GiB {line}"
+    notes = resolve(line).notes
+    assert len(notes) == bool(said) and said in "".join(notes)
+    assert resolve(f"{line} --tier-peer-keys {{tmp}}").notes == ()
+
+
+# ---- Prefill and decode ----
+
+
+def added(explicit: dict[str, Any], *, mode: TierMode = TierMode.HOST) -> dict[str, str | None]:
+    config = TieredConfig(mode=mode, transfer=resolve_transfer(explicit))
+    return added_arguments(explicit, config, on_cpu=False)
+
+
+def test_zmq_is_the_default_and_decode_uses_tiers() -> None:
+    assert resolve_transfer({}) is None
+    assert added({}, mode=TierMode.OFF) == {}
+    for role in ("prefill", "decode"):
+        explicit = {"disaggregation_mode": role}
+        assert resolve_transfer(explicit) == TransferConfig()
+        flags = added(explicit)
+        assert flags["--disaggregation-transfer-backend"] == "zmq"
+        assert ("--disaggregation-decode-enable-radix-cache" in flags) == (role == "decode")
+        stock = added(explicit, mode=TierMode.OFF)
+        assert "--disaggregation-decode-enable-radix-cache" not in stock
+
+
+def test_every_value_reaches_the_settings(resolve: Any, tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    line = f"{DECODE} --transfer-keys {{tmp}} --transfer-encrypt all --transfer-same-host off"
+    line += " --transfer-window-bytes 8MiB --transfer-connections 3 --transfer-codec int8"
+    config = resolve(f"{line} --transfer-peer-timeout 2.5").config.transfer
+    keys = {"keys_directory": str(tmp_path), "encrypt_data": True}
+    sizes = {"window_bytes": 8 * MiB, "num_connections": 3, "peer_timeout_s": 2.5}
+    assert config == TransferConfig(same_host=False, codec="int8", **keys, **sizes)
+
+
+def test_server_of_both_roles_needs_both_keys(tmp_path: Path) -> None:
+    """Keys that are missing at the switch leave a server without a role."""
+    switches = {"enable_pd_role_switch": True, "transfer_keys": str(tmp_path)}
+    make_keys(tmp_path)
+    for role in ("prefill", "decode"):
+        explicit = {"disaggregation_mode": role, **switches}
+        assert "--disaggregation-decode-enable-radix-cache" in added(explicit), "later"
+    (tmp_path / "prefill.key_secret").unlink()
+    with pytest.raises(ConfigError, match="has no prefill.key_secret"):
+        resolve_transfer({"disaggregation_mode": "decode", **switches})
+
+
+def test_who_may_decode_alone_is_noted() -> None:
+    """Prefill needs no ``--transfer-allow``, until it decodes and fails all."""
+    given = {"disaggregation_mode": "prefill", "enable_pd_role_switch": True, "host": "0.0.0.0"}
+
+    def warned(**more: Any) -> list[str]:
+        explicit = {**given, **more}
+        config = TieredConfig(mode=TierMode.OFF, transfer=resolve_transfer(explicit))
+        return [*warnings(explicit, config, on_cpu=False)]
+
+    assert "--transfer-allow" in warned()[0]
+    for more in ({"host": "::1"}, {"enable_pd_role_switch": False}, {"transfer_allow": "::/0"}):
+        assert not warned(**more)

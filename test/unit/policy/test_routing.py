@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from kit import cost_records
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
-from sglang_tiered.policy.routing import Held, RouterView, choose_decode, choose_server, estimate
+from sglang_tiered.policy.routing import (
+    Held,
+    ServerState,
+    choose_decode,
+    choose_server,
+    estimate,
+    retry_after_s,
+)
 from sglang_tiered.policy.server_costs import (
     TIERS,
     DecodeLoad,
@@ -34,37 +41,33 @@ def record_of(**more: Any) -> RankCosts:
     return cost_records.record_of(MODEL, **{**load, **more})
 
 
-def view_of(*records: RankCosts) -> RouterView:
-    view = RouterView()
-    for record in records:
-        view.add(record, 100.0)
-    return view
+def state_of(record: RankCosts) -> ServerState:
+    return ServerState(record, 100.0)
 
 
 def test_what_was_sent_counts_until_snapshots_have_it() -> None:
     """Of decode too: a router asks for one snapshot several times."""
-    view = view_of(record_of())
-    (decode,) = view.decode_states
+    state = state_of(record_of())
+    decode = state.decode
     decode.reserve(100.5, 700)
     for age_s, expected in ((0.75, (3, 1724)), (0.25, (2, 1024))):
         busy = {"decode": DecodeLoad(2, 8, (0,) * 6), "device": Room(1024, 4096)}
-        view.report(0, record_of(age_s=age_s, **busy), 101.0)
+        state.report(record_of(age_s=age_s, **busy), 101.0)
         assert (decode.num_running, decode.num_tokens) == expected
 
 
 def test_a_queue_ages_by_what_runs_alone() -> None:
     """A scheduler that hangs has done nothing more, however often it is asked."""
-    view = view_of(record_of(age_s=0.1))
-    (state,) = view.states
+    state = state_of(record_of(age_s=0.1))
     assert state.queue_s(100.0) == pytest.approx(0.65)
     for now_s in range(101, 160):
-        view.report(0, record_of(age_s=float(now_s)), float(now_s))
+        state.report(record_of(age_s=float(now_s)), float(now_s))
         assert state.queue_s(float(now_s)) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("running_s", "left_s"), [(0.25, 1.5), (30.0, 2.25)])
 def test_a_server_heard_no_more_is_not_idle(running_s: float, left_s: float) -> None:
-    (state,) = view_of(record_of(queue_wait_s=2.25, running_prefill_s=running_s)).states
+    state = state_of(record_of(queue_wait_s=2.25, running_prefill_s=running_s))
     at_s = 100.0 + running_s
     assert state.queue_s(at_s) == pytest.approx(2.25)
     assert state.queue_s(at_s + 1e6) == pytest.approx(left_s)
@@ -75,27 +78,22 @@ def test_a_server_heard_no_more_is_not_idle(running_s: float, left_s: float) -> 
 def test_what_was_sent_since_the_snapshot_stays() -> None:
     """While a long batch runs, reports tell of the time before it."""
     idle = {"queue_wait_s": 0.0, "running_prefill_s": 3.0, "num_others": 1}
-    view = view_of(record_of(**idle))
-    (state,) = view.states
+    state = state_of(record_of(**idle))
     for at_s in (100.1, 100.2, 100.3):
         state.reserve(at_s, 1.0)
-    view.report(0, record_of(**idle, age_s=0.35), 100.5)
+    state.report(record_of(**idle, age_s=0.35), 100.5)
     assert state.queue_s(100.5) == pytest.approx(2.65 + 2.0)
     assert state.num_others == 3
-    view.report(0, record_of(**idle, age_s=0.05), 100.6)
+    state.report(record_of(**idle, age_s=0.05), 100.6)
     assert state.queue_s(100.6) == pytest.approx(2.95)
     assert (state.num_others, state.sent) == (1, [])
 
 
 def test_equal_prices_are_one_model_until_they_change() -> None:
-    view = view_of(record_of(), record_of())
-    first, second = view.states
+    first, second = state_of(record_of()), state_of(record_of())
     assert first.costs is second.costs
-    dearer = PrefillPrices((1e-3, 1e-3, 1e-9, 1e-9), 9)
-    view.report(1, record_of(prefill=dearer), 101.0)
+    second.report(record_of(prefill=PrefillPrices((1e-3, 1e-3, 1e-9, 1e-9), 9)), 101.0)
     assert second.costs.prefill.prices[1] == 1e-3 > first.costs.prefill.prices[1]
-    view.report(0, record_of(prefill=dearer), 101.0)
-    assert len(view._models) == 1, "models that no server has stay for ever"
 
 
 @given(st.tuples(st.floats(1e-3, 0.1), st.floats(0, 1e-2)), st.sets(st.integers(1, 64), min_size=2))
@@ -105,16 +103,16 @@ def test_steps_are_priced_by_their_batch(prices: tuple[float, float], sizes: set
         sum(column) for column in zip(*((1, b, t, b * b, b * t) for b, t in steps), strict=True)
     ]
     moments = (*map(float, sums), 0.0)
-    (state,) = view_of(record_of(decode=DecodeLoad(0, 8, moments))).decode_states  # type: ignore[arg-type]
-    assert state.prices == pytest.approx(prices, rel=1e-3, abs=1e-6)
+    state = state_of(record_of(decode=DecodeLoad(0, 8, moments)))  # type: ignore[arg-type]
+    assert state.decode.prices == pytest.approx(prices, rel=1e-3, abs=1e-6)
 
 
 @given(st.tuples(*[st.floats(0, 1e30)] * 6), st.integers(0, 1))
 def test_no_moments_break_a_choice(moments: Any, capacity: int) -> None:
     record = record_of(decode=DecodeLoad(0, 8, moments), device=Room(0, capacity))
-    view = view_of(record, record_of())
-    assert all(0 <= price < 1e31 for price in view.decode_states[0].prices)
-    assert choose_decode(view.decode_states, range(2), 100, 10, draw=lambda: 0.0) is not None
+    states = {number: state_of(one).decode for number, one in enumerate((record, record_of()))}
+    assert all(0 <= price < 1e31 for price in states[0].prices)
+    assert choose_decode(states, 100, 10, draw=lambda: 0.0) in states
 
 
 BIGGEST = (1 << 53) - 1
@@ -136,9 +134,27 @@ def test_the_worst_record_hides_nobody(num_tokens: int, price: float, service_s:
         busy=1.0,
     )
     data = msgspec.json.encode(ServerCosts(draining=False, num_ranks=1, ranks=(worst,)))
-    view = view_of(*parse_server_costs(data).ranks, record_of())
+    states = dict(enumerate(map(state_of, (*parse_server_costs(data).ranks, record_of()))))
     held = {0: Held(nvme=BIGGEST // 64 * 64)}
-    assert estimate(view.states[0], held[0], num_tokens, 100.0).score_s < float("inf")
+    assert estimate(states[0], held[0], num_tokens, 100.0).score_s < float("inf")
     for candidates in ([0], [0, 1]):
-        choice = choose_server(view.states, candidates, held, num_tokens, 100.0, draw=lambda: 0.0)
-        assert choice is not None and choice.server == candidates[-1]
+        among = {one: states[one] for one in candidates}
+        server, _ = choose_server(among, held, num_tokens, 100.0, draw=lambda: 0.0)
+        assert server == candidates[-1]
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "predicted_s", "queue_s", "after_s"),
+    [
+        (2.0, 2.0, 10.0, None),
+        (2.0, 5.5, 10.0, 4),
+        (2.0, 5.5, 0.5, 1),
+        (2.0, 5.5, 0.0, None),
+        (2.0, float("inf"), float("inf"), 60),
+        (2.0, 1e6, 1e6, 60),
+    ],
+)
+def test_late_requests_come_again_when_queues_are_shorter(
+    limit_s: float, predicted_s: float, queue_s: float, after_s: int | None
+) -> None:
+    assert retry_after_s(limit_s, predicted_s, queue_s) == after_s

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglang_tiered.route import launcher
+from sglang_tiered.route import envoy
+from sglang_tiered.route.envoy import read_members, write_members
 from sglang_tiered.route.settings import RouteConfig
 
 DEADLINE_S = 60.0
@@ -19,7 +20,7 @@ def test_picker_is_tried_again_after_no_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was not: the task that keeps it had ended, and nobody was told."""
-    monkeypatch.setattr(launcher, "AGAIN_S", 0.0)
+    monkeypatch.setattr(envoy, "AGAIN_S", 0.0)
     start = asyncio.create_subprocess_exec
     started: list[Any] = []
 
@@ -31,7 +32,7 @@ def test_picker_is_tried_again_after_no_start(
         return await start("sleep", "60")
 
     async def keep() -> None:
-        front = launcher._Front(RouteConfig(servers="s"), "envoy", tmp_path / "e", tmp_path, [])
+        front = envoy._Front(RouteConfig(servers="s"), "envoy", tmp_path / "e", tmp_path, [])
         front._picker = await start("true")
         keeping = asyncio.create_task(front._keep_picker())
         async with asyncio.timeout(DEADLINE_S):
@@ -52,8 +53,19 @@ def test_picker_that_hangs_fails_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A supervisor starts what ended with 0 no more."""
-    monkeypatch.setattr(launcher, "START_S", 0.0)
-    front = launcher._Front(RouteConfig(servers="s"), "envoy", tmp_path / "e", tmp_path, [])
+    monkeypatch.setattr(envoy, "START_S", 0.0)
+    front = envoy._Front(RouteConfig(servers="s"), "envoy", tmp_path / "e", tmp_path, [])
     front._picker_command = ["sleep", "60"]
     assert asyncio.run(front.run()) == 1
     assert "does not listen" in caplog.text
+
+
+NOBODY = '{"resources": [{"endpoints": [{"lb_endpoints": [1]}]}]}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", NOBODY])
+def test_damaged_file_names_nobody(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pool.json").write_text(text)
+    assert read_members(tmp_path) == {}
+    write_members(tmp_path, "pool", ["[::1]:80", "192.0.2.1:81"])
+    assert read_members(tmp_path) == {"[::1]:80": "pool", "192.0.2.1:81": "pool"}

@@ -1,33 +1,40 @@
 """What a server and an in-process ``Engine`` do alike before SGLang starts: prepare the process,
-refuse what cannot work, and claim the tier directory."""
+refuse what cannot work, and claim the tier directory.
+
+Ports that are in use are refused before a model is loaded. SGLang binds its own late, and where one
+is taken it hangs, prints a traceback, or goes on. A second prefill server with the same bootstrap
+port registers its ranks over those of the first.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import socket
 import sys
 import textwrap
 import traceback
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.config import TieredConfig, TierMode, cache_directory
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration import compat
+from sglang_tiered.integration import compat, plugin
 from sglang_tiered.integration.storage import machine_budget, shards
+from sglang_tiered.integration.storage.shards import sizes_of
 from sglang_tiered.loopback import ask_loopback_directly
 from sglang_tiered.storage.region import directory as store_directory
 from sglang_tiered.storage.region.directory import DirectoryLock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from contextlib import ExitStack
 
-    from sglang_tiered.integration.launch.resolve import Resolved
 
-
-MAX_FAULT_THREADS = 8
+ANYWHERE = "0.0.0.0"
 
 LOCK_TIMEOUT_S = 3.0
 """A server that was just killed may take a moment to let go of its directory."""
@@ -39,9 +46,7 @@ def prepare() -> None:
     compat.check_version()
     ask_loopback_directly()  # SGLang asks its own server, too
     _prepare_caches()
-    from sglang_tiered.integration.launch import accelerator
-
-    problem = accelerator.problem()
+    problem = plugin.accelerator_problem()
     if problem is not None:
         raise ConfigError(problem)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -50,7 +55,7 @@ def prepare() -> None:
     load_plugins()
     compat.check_signatures()
     compat.check_imports()
-    if not accelerator.is_available():
+    if not plugin.has_accelerator():
         from sglang_tiered.integration.cpu import short_conv
 
         compat.check_signatures(short_conv.SIGNATURES)
@@ -70,30 +75,6 @@ def _prepare_caches() -> None:
             f"{place} cannot be written ({error.strerror}), and SGLang keeps there what it "
             "compiles; set XDG_CACHE_HOME or SGLANG_CACHE_DIR to a folder that can."
         ) from error
-
-
-def _use_huge_pages() -> None:
-    """Have SGLang make its host pool of private memory, which may be huge pages. By default the
-    pool is shared memory of 4 KiB pages: a disk then moves each page of KV in hundreds of pieces.
-    Reads of 2 MiB reached 1.24 GB/s on a virtual disk, and 3.07 into huge pages. SGLang's own
-    threads fault such memory in."""
-    threads = min(MAX_FAULT_THREADS, len(os.sched_getaffinity(0)))
-    os.environ.setdefault("SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS", str(threads))
-
-
-def resolve(explicit: Mapping[str, Any], arguments: Sequence[str]) -> Resolved:
-    """Check what was given and complete it. Sets the environment of what is started. Raises
-    ``ConfigError``; touches no tier."""
-    import torch
-
-    from sglang_tiered.integration.launch import resolve as resolution
-
-    resolved = resolution.resolve(explicit, arguments, on_cpu=not torch.cuda.is_available())
-    if resolved.config.mode is not TierMode.OFF:
-        _use_huge_pages()
-    if resolved.config.mode is TierMode.NVME:
-        _build_page_hash()
-    return resolved
 
 
 def claim_directory(config: TieredConfig, held: ExitStack) -> None:
@@ -164,25 +145,6 @@ def check(server_args: Any, config: TieredConfig) -> tuple[Any, TieredConfig]:
     return settings, config if is_off else shards.of_settings(settings).put_into(config)
 
 
-def _build_page_hash() -> None:
-    """Build SGLang's page hash extension now. Raises ``ConfigError`` where it cannot be built.
-
-    SGLang builds it at the first prefill, where it would stall a request for seconds, and where
-    a missing compiler would end the scheduler.
-    """
-    from sglang.srt.mem_cache.utils import get_hash_str
-
-    try:
-        get_hash_str([0], page_size=1)
-    except Exception as error:  # whatever the build tools raised
-        why = textwrap.shorten(str(error.__cause__ or error), width=100, placeholder=" ...")
-        raise ConfigError(
-            f"SGLang's page hash extension cannot be built ({why}), and the tiers below host "
-            "memory name pages with it; install a C++ compiler and the headers of OpenSSL and "
-            "Python (Debian: apt-get install g++ libssl-dev python3-dev), or pass --tier-mode host."
-        ) from error
-
-
 def refusals(server_args: Any, config: TieredConfig, model: Any) -> Iterator[str]:
     """Yield why a model or flags would run without tiers, which the operator who asked for them
     would not notice, or answer wrongly. Everything HiCache serves is served. ``server_args`` is
@@ -230,3 +192,70 @@ def refusals(server_args: Any, config: TieredConfig, model: Any) -> Iterator[str
                 "prefix comes from a tier, because SGLang keeps them by place in device memory "
                 "only; drop it, or pass --tier-mode off."
             )
+
+
+# ---- Ports ----
+
+
+def check_ports(explicit: Mapping[str, Any], *, serves_http: bool = True) -> None:
+    """Raise ``ConfigError`` for a port of SGLang's that this process cannot bind, or is to bind
+    twice. ``explicit``: the arguments that were given. Only the first node of several listens."""
+    if explicit.get("node_rank"):
+        return
+    bound: dict[int, str] = {}
+    for flag, host, port in _ports(explicit, serves_http):
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"{flag} {port} is not a port from 0 to 65535.")
+        other = bound.setdefault(port, flag)
+        if port and other != flag:
+            raise ConfigError(f"{flag} {port} is the port of {other} too; pass another.")
+        with suppress(OSError):  # the host may be a name, which SGLang judges
+            try_port(flag, host, port, f"stop what listens there or pass another {flag}.")
+
+
+def try_port(flag: str, host: str, port: int, way_out: str) -> None:
+    """Raise ``ConfigError`` if something listens on the port, and ``OSError`` for an address that
+    this machine does not have."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise ConfigError(f"{flag} {port} is in use on {host}; {way_out}") from error
+
+
+def _ports(explicit: Mapping[str, Any], serves_http: bool) -> Iterator[tuple[str, str, int]]:
+    """Flag, host and port of each port that SGLang will bind by its flags."""
+    host, switches = explicit.get("host", "127.0.0.1"), explicit.get("enable_pd_role_switch")
+    is_prefill = explicit.get("disaggregation_mode") == "prefill" or switches
+    for name, where, is_bound, default in (  # of SGLang
+        ("port", host, serves_http, 30000),
+        ("disaggregation_bootstrap_port", host, is_prefill, 8998),
+        ("encoder_bootstrap_port", host, explicit.get("language_only"), 8997),
+        ("grpc_port", host, True, None),
+        ("smg_http_sidecar_port", host, True, None),
+        ("gated_launch_port", host, True, None),
+        ("nccl_port", ANYWHERE, True, None),
+    ):
+        port = explicit.get(name, default)
+        if is_bound and port is not None:
+            yield "--" + name.replace("_", "-"), where, port
+    yield from _event_ports(explicit)
+
+
+def _event_ports(explicit: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
+    """The ports of KV events, one for each replica. SGLang binds an address that is a wildcard and
+    connects to any other; what it cannot read it refuses itself."""
+    try:
+        events = json.loads(explicit.get("kv_events_config") or "{}")
+        if events.get("publisher") != "zmq":
+            return
+        for endpoint in (events.get("endpoint", "tcp://*:5557"), events.get("replay_endpoint")):
+            address, _, port = (endpoint or "").removeprefix("tcp://").rpartition(":")
+            if address in ("*", ANYWHERE):
+                for replica in range(sizes_of(explicit).num_replicas):
+                    yield "--kv-events-config", ANYWHERE, int(port) + replica
+    except (AttributeError, TypeError, ValueError):
+        return

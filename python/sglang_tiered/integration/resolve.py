@@ -1,8 +1,8 @@
-"""``resolve``: the flags of this package beside SGLang's, turned into configuration.
+"""The flags of this package beside SGLang's, turned into configuration before a server starts.
 
-``resolve`` is pure but for reading the machine's free memory and disk. It refuses every bad
-combination with one sentence before anything is touched, and returns the configuration and the
-argument list for SGLang.
+``resolve`` refuses every bad combination with one sentence before anything is touched, and returns
+the configuration and the argument list for SGLang. It reads the machine's free memory and disk, and
+keys, and tries the ports of sharing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import argparse
 import json
 import os
 import shutil
+import socket
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,19 +31,28 @@ from sglang_tiered.config import (
     default_region_bytes,
 )
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.extras import require
-from sglang_tiered.flags import GiB, add_arguments, flags_of, format_bytes, refuse_given, values_of
+from sglang_tiered.flags import (
+    GiB,
+    add_arguments,
+    flags_of,
+    format_bytes,
+    refuse_given,
+    require,
+    values_of,
+)
 from sglang_tiered.integration.attention import pod_flags
 from sglang_tiered.integration.cpu.memory import allocatable_bytes
-from sglang_tiered.integration.launch.peer_flags import exposure, resolve_peers
+from sglang_tiered.integration.start import try_port
 from sglang_tiered.integration.storage.shards import sizes_of
-from sglang_tiered.loopback import is_loopback
+from sglang_tiered.integration.storage.tiers import peer_settings
+from sglang_tiered.loopback import is_loopback, is_loopback_url
 from sglang_tiered.remote_config import ObjectConfig, PeerConfig
 from sglang_tiered.request_log import RequestLogConfig
+from sglang_tiered.sharing.settings import parse_targets
 from sglang_tiered.storage.filesystem import MEMORY_FILESYSTEMS, filesystem_type
 from sglang_tiered.storage.region.directory import max_regions
 from sglang_tiered.transfer.addresses import parse_networks
-from sglang_tiered.wire.keys import load_keys
+from sglang_tiered.wire.keys import PEER, load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -86,6 +97,14 @@ _SIZES = (
 
 
 ROLES = ("prefill", "decode")
+
+MAX_FAULT_THREADS = 8
+
+URL_VARIABLE = "SGLANG_TIERED_INDEX_URL"
+"""Replaces ``--tier-index``: every user of a machine can read a command line."""
+
+DEFAULT_HOST = "127.0.0.1"  # of SGLang
+MAX_PORT = 65535
 
 NVME_FLAGS = flags_of(NvmeConfig, ObjectConfig, PeerConfig, RequestLogConfig)
 """Flags that mean nothing without an NVMe tier."""
@@ -161,6 +180,42 @@ def resolve(explicit: Mapping[str, Any], arguments: Sequence[str], *, on_cpu: bo
         if flag.lstrip("-").replace("-", "_") not in explicit:
             completed += [flag] if value is None else [flag, value]
     return Resolved(config, completed, (*notes, *warnings(explicit, config, on_cpu=on_cpu)))
+
+
+def resolve_here(explicit: Mapping[str, Any], arguments: Sequence[str]) -> Resolved:
+    """``resolve`` on this machine. Sets the environment of what is started; touches no tier."""
+    import torch
+
+    resolved = resolve(explicit, arguments, on_cpu=not torch.cuda.is_available())
+    if resolved.config.mode is not TierMode.OFF:
+        # Has SGLang make its host pool of private memory, which may be huge pages. By default it is
+        # shared memory of 4 KiB pages: a disk then moves each page of KV in hundreds of pieces.
+        # Reads of 2 MiB reached 1.24 GB/s on a virtual disk, and 3.07 into huge pages. SGLang's own
+        # threads fault such memory in.
+        threads = min(MAX_FAULT_THREADS, len(os.sched_getaffinity(0)))
+        os.environ.setdefault("SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS", str(threads))
+    if resolved.config.mode is TierMode.NVME:
+        _build_page_hash()
+    return resolved
+
+
+def _build_page_hash() -> None:
+    """Build SGLang's page hash extension now. Raises ``ConfigError`` where it cannot be built.
+
+    SGLang builds it at the first prefill, where it would stall a request for seconds, and where
+    a missing compiler would end the scheduler.
+    """
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    try:
+        get_hash_str([0], page_size=1)
+    except Exception as error:  # whatever the build tools raised
+        why = textwrap.shorten(str(error.__cause__ or error), width=100, placeholder=" ...")
+        raise ConfigError(
+            f"SGLang's page hash extension cannot be built ({why}), and the tiers below host "
+            "memory name pages with it; install a C++ compiler and the headers of OpenSSL and "
+            "Python (Debian: apt-get install g++ libssl-dev python3-dev), or pass --tier-mode host."
+        ) from error
 
 
 def _conflicts(explicit: Mapping[str, Any], mode: TierMode, *, on_cpu: bool) -> Iterator[str]:
@@ -355,8 +410,20 @@ def resolve_object(explicit: Mapping[str, Any]) -> ObjectConfig | None:
         return None
     require("--tier-object-url", "obstore")
     config = ObjectConfig(**values_of(ObjectConfig, explicit))
-    if config.url.startswith("s3://"):
-        _check_encryption(os.environ)
+    if not config.url.startswith("s3://"):
+        return config
+    # What S3 would refuse at the first write, or what would be ignored.
+    algorithm = os.environ.get("AWS_SERVER_SIDE_ENCRYPTION", "")
+    if algorithm and algorithm not in _ENCRYPTIONS:
+        raise ConfigError(
+            f"AWS_SERVER_SIDE_ENCRYPTION={algorithm} is unknown; set it to one of "
+            f"{', '.join(_ENCRYPTIONS)}, or unset it for what the bucket says."
+        )
+    if os.environ.get("AWS_SSE_KMS_KEY_ID") and algorithm not in _NAMING_A_KEY:
+        raise ConfigError(
+            "AWS_SSE_KMS_KEY_ID needs AWS_SERVER_SIDE_ENCRYPTION=aws:kms beside it, or no page "
+            "would be encrypted with that key; set it, or unset the key."
+        )
     return config
 
 
@@ -373,21 +440,6 @@ def _resolve_request_log(explicit: Mapping[str, Any]) -> RequestLogConfig | None
             "one of them."
         )
     return RequestLogConfig(**values)
-
-
-def _check_encryption(environment: Mapping[str, str]) -> None:
-    """Refuse what S3 would refuse at the first write, or what would be ignored."""
-    algorithm = environment.get("AWS_SERVER_SIDE_ENCRYPTION", "")
-    if algorithm and algorithm not in _ENCRYPTIONS:
-        raise ConfigError(
-            f"AWS_SERVER_SIDE_ENCRYPTION={algorithm} is unknown; set it to one of "
-            f"{', '.join(_ENCRYPTIONS)}, or unset it for what the bucket says."
-        )
-    if environment.get("AWS_SSE_KMS_KEY_ID") and algorithm not in _NAMING_A_KEY:
-        raise ConfigError(
-            "AWS_SSE_KMS_KEY_ID needs AWS_SERVER_SIDE_ENCRYPTION=aws:kms beside it, or no page "
-            "would be encrypted with that key; set it, or unset the key."
-        )
 
 
 def _flag(name: str) -> str:
@@ -449,3 +501,98 @@ def resolve_transfer(explicit: Mapping[str, Any]) -> TransferConfig | None:
         for needed in ROLES if explicit.get("enable_pd_role_switch") else (role,):
             load_keys(config.keys_path, needed)
     return config
+
+
+# ---- Sharing between servers ----
+
+
+def resolve_peers(
+    explicit: Mapping[str, Any], num_ranks: int, environment: Mapping[str, str] = os.environ
+) -> PeerConfig | None:
+    """Check the given flags; None where no other server is named. Raises ``ConfigError``, which
+    never names a password; reads keys, and tries the ports, but keeps nothing."""
+    url = explicit.get("tier_index") or environment.get(URL_VARIABLE) or None
+    servers = explicit.get("tier_peers") or None
+    if url is None and servers is None:
+        others = {**explicit, "tier_index": None, "tier_peers": None}
+        wanted = "needs --tier-peers or --tier-index; pass one, or drop this"
+        refuse_given(others, flags_of(PeerConfig), wanted)
+        return None
+    if url is not None:
+        require("--tier-index", "redis")
+    pp_size = explicit.get("pp_size") or 1
+    if pp_size > 1:
+        flag = "--tier-index" if servers is None else "--tier-peers"
+        raise ConfigError(
+            f"{flag} cannot run with --pp-size {pp_size}, whose stages cannot erase what "
+            "another server erased in the same step; drop one of them."
+        )
+    values = values_of(PeerConfig, explicit)
+    host = _address(values.get("host") or explicit.get("host") or DEFAULT_HOST)
+    port = values.get("port")
+    if port is None and servers is not None:
+        port = _own_port(servers)
+    _try_ports(port, host, num_ranks)
+    given = {"servers": servers, "url": url, "host": host, "port": port}
+    config = PeerConfig(**{**values, **given})
+    peer_settings(config, 0)
+    if config.keys_directory is not None:
+        load_keys(Path(config.keys_directory), PEER)
+    return config
+
+
+def _own_port(servers: str) -> int:
+    """The port that all servers have. Raises ``ConfigError`` where they have several."""
+    ports = {target.port for target in parse_targets(servers)}
+    if len(ports) > 1:
+        raise ConfigError(
+            "--tier-peers names servers of several ports, so the others would not know this one's; "
+            "pass --tier-peer-port."
+        )
+    return ports.pop()
+
+
+def exposure(config: PeerConfig | None) -> str | None:
+    """Return a sentence for the operator if other machines can share without keys."""
+    if config is None or config.keys_directory is not None:
+        return None
+    url = config.url
+    is_local = url is None or url.startswith("unix:") or is_loopback_url(url)
+    if is_loopback(config.host) and is_local:
+        return None
+    redis = "" if url is None else ", and anyone who can write to the Redis,"
+    both = "this port" if url is None else "both"
+    return (
+        f"pages are shared without --tier-peer-keys: anyone who reaches {config.host} can erase "
+        f"pages here and read those whose keys it knows, and who is on the way{redis} can make "
+        f"this server use forged ones; pass --tier-peer-keys, or let only these servers reach "
+        f"{both}."
+    )
+
+
+def _address(host: str) -> str:
+    """Resolve a name to an address, because ZeroMQ binds no names."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_UNSPEC
+    try:
+        found = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"--tier-peer-host {host} is no host that this machine knows ({error.strerror}); pass "
+            "an address of it."
+        ) from error
+    return str(found[0][4][0])
+
+
+def _try_ports(first: int | None, host: str, num_ranks: int) -> None:
+    """Raise ``ConfigError`` unless this machine can listen on a port for each rank."""
+    last = MAX_PORT - num_ranks + 1
+    if first is not None and first > last:
+        raise ConfigError(f"--tier-peer-port {first} must be at most {last}; drop it for any.")
+    try:
+        for port in (0,) if first is None else range(first, first + num_ranks):
+            try_port("--tier-peer-port", host, port, "pass another, or drop it for any free one.")
+    except OSError as error:
+        raise ConfigError(
+            f"--tier-peer-host {host} cannot be listened on ({error.strerror}); pass an address of "
+            "this machine."
+        ) from error
