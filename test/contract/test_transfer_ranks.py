@@ -83,14 +83,14 @@ def test_every_decode_rank_gets_its_heads(
         receiver.open(1, asked, PAGES, num_receivers=max(1, decode_tp // prefill_tp))
     serve(1, prefills)
     for rank, receiver in enumerate(decodes):
-        receiver.events.wait_for("received", 1)
+        receiver.events.wait_for("done", 1)
         expected = share_of(whole, shape_of(rank, decode_tp))[:, SOURCE_PAGES]
         assert np.array_equal(receiver.pool.pages(PAGES), expected), rank
         others = [page for page in range(BASE.num_pages) if page not in PAGES]
         assert not receiver.pool.pages(others).any()
         receiver.endpoint.close_room(1)
     for sender in prefills:
-        sender.events.wait_for("sent", 1)
+        sender.events.wait_for("done", 1)
         eventually(lambda sender=sender: sender.endpoint.num_rooms == 0)
 
 
@@ -102,11 +102,11 @@ def test_latent_kv_is_sent_by_one_rank(stack: ExitStack) -> None:
         sender.endpoint.expect_room(1)
     receiver.open(1, prefills, PAGES, dummies=(1, 2, 3))
     serve(1, prefills)
-    receiver.events.wait_for("received", 1)
+    receiver.events.wait_for("done", 1)
     assert np.array_equal(receiver.pool.pages(PAGES), prefills[0].pool.pages(SOURCE_PAGES))
     for sender in prefills:
-        sender.events.wait_for("sent", 1)
-    assert [sender.endpoint.stats.sent_bytes > 0 for sender in prefills] == [True] + [False] * 3
+        sender.events.wait_for("done", 1)
+    assert [sender.endpoint.stats.wire_bytes > 0 for sender in prefills] == [True] + [False] * 3
 
 
 def test_pipeline_stages_send_layers_and_metadata(stack: ExitStack) -> None:
@@ -118,7 +118,7 @@ def test_pipeline_stages_send_layers_and_metadata(stack: ExitStack) -> None:
         sender.endpoint.expect_room(1)
     receiver.open(1, stages, PAGES)
     serve(1, stages, aux=[None, 1])
-    receiver.events.wait_for("received", 1)
+    receiver.events.wait_for("done", 1)
     expected = share_of(whole, shape_of(0, 1, 4))[:, SOURCE_PAGES]
     assert np.array_equal(receiver.pool.pages(PAGES), expected)
     assert (receiver.pool.aux[:, 2] == 42).all()

@@ -44,7 +44,7 @@ def test_no_process_may_trace_prefill_before_authentication(
             with pytest.raises(BlockingIOError):
                 guest.recv(1)  # it is told nothing
         assert allowed == [os.getpid()]
-        assert receiver.endpoint.stats.pulled_bytes == 2 * 4 * 512
+        assert receiver.endpoint.stats.same_host_bytes == 2 * 4 * 512
         receiver.endpoint.close()
         eventually(lambda: allowed == [os.getpid(), 0])  # nobody any more
 
@@ -73,10 +73,10 @@ def test_a_relay_to_another_door_reads_nothing(sender: Prefill, receiver: Decode
             wanted = fence + np.array([page, page], "<i4").tobytes()
             for lie in (b"", tag):
                 here.send(named, wanted, tag=lie)
-        eventually(lambda: receiver.endpoint.stats.num_forged == 8)
+        eventually(lambda: receiver.endpoint.stats.num_refused == 8)
         assert not receiver.pool.kv.any()
         here.send(named, payload, tag=tag)
-        eventually(lambda: receiver.endpoint.stats.pulled_bytes)
+        eventually(lambda: receiver.endpoint.stats.same_host_bytes)
         assert np.array_equal(receiver.pool.pages([7, 8]), sender.pool.pages([5, 6])), "as sent"
 
 
@@ -123,7 +123,7 @@ def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
         opened = stranger.opened_by(receiver, [7], door=name)
         stranger.slab(opened, stranger.pool.pages([0]).tobytes())
         stranger.send(messages.Last(1, opened.generation, 1, []))
-        receiver.events.wait_for("received", 1)
+        receiver.events.wait_for("done", 1)
 
 
 def test_a_foreign_socket_is_not_talked_to(receiver: Decode) -> None:

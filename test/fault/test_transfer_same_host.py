@@ -26,8 +26,7 @@ from transfer_pair import (
 from transfer_strangers import introduced
 
 from kit.waiting import eventually
-from sglang_tiered.transfer import same_host
-from sglang_tiered.transfer.decode import sessions as prefill_links
+from sglang_tiered.transfer import same_host, sessions
 from sglang_tiered.transfer.memory import Buffer
 from sglang_tiered.transfer.same_host import Door, PeerMemory
 from sglang_tiered.wire.keys import Tagger
@@ -59,7 +58,7 @@ UNREADABLE: dict[str, tuple[Any, str, Any]] = {
         lambda _: (2**22 - 1, os.geteuid()),
     ),
     "offered_where_a_sandbox_forbids": (os, "pidfd_open", forbidden_by_a_sandbox),
-    "another_machine": (prefill_links, "is_own_address", lambda _: False),
+    "another_machine": (sessions, "is_own_address", lambda _: False),
     "without_the_system_call": (same_host, "_libc", object()),
     "offered_garbage": (Door, "admit", offer_garbage),
     "offered_other_buffers": (Door, "admit", lambda *to: admit(*to[:-1], to[-1][1:])),
@@ -76,15 +75,15 @@ def test_memory_that_cannot_be_read_is_sent(
     num_bytes, was_read = 2 * 4 * 512, what in ("replaced", "forbidden")
     if was_read:
         hand_over(sender, receiver, 1)
-        assert sender.endpoint.stats.sent_bytes == receiver.endpoint.stats.received_bytes == 0
+        assert sender.endpoint.stats.wire_bytes == receiver.endpoint.stats.wire_bytes == 0
     monkeypatch.setattr(*UNREADABLE[what])
     for room in (2, 3):
         receiver.pool.kv[:] = 0
         hand_over(sender, receiver, room)
-    assert receiver.endpoint.stats.pulled_bytes == num_bytes * was_read
-    assert receiver.endpoint.stats.received_bytes == 2 * num_bytes
+    assert receiver.endpoint.stats.same_host_bytes == num_bytes * was_read
+    assert receiver.endpoint.stats.wire_bytes == 2 * num_bytes
     # What was offered and cannot be read is asked for again, and the rest is sent at once.
-    assert sender.endpoint.stats.num_resent == (was_read or what.startswith("offered"))
+    assert sender.endpoint.stats.num_damaged == (was_read or what.startswith("offered"))
 
 
 def test_a_process_that_has_ended_is_not_read() -> None:
@@ -132,7 +131,7 @@ def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
             eventually(lambda: receiver.endpoint.stats.num_damaged)
         resume.set()
         receiver.events.wait_for("failed", 2)
-        assert "received" not in receiver.events.kinds(2)
+        assert "done" not in receiver.events.kinds(2)
 
 
 def test_a_slab_of_released_pages_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:

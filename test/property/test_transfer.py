@@ -18,12 +18,12 @@ from transfer_strangers import introduced
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
-from sglang_tiered.transfer.decode.rooms import Progress
 from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.memory import Buffer, TokenSlice
 from sglang_tiered.transfer.messages import MAGIC
-from sglang_tiered.transfer.prefill.send_queue import cut_slabs
+from sglang_tiered.transfer.rooms import Progress
 from sglang_tiered.transfer.same_host import Fence
+from sglang_tiered.transfer.send_queue import cut_slabs
 from sglang_tiered.wire import sockets
 
 NUM_PAGES = 8
@@ -32,10 +32,10 @@ NUM_PAGES = 8
 def hand_over(source: Pool, target: Pool, source_pages: Any, pages: Any) -> int:
     """Gather from one pool, scatter into the other. Returns how many bytes went over."""
     num_bytes = 0
-    for pair in pair_buffers(source.layout, target.layout):
-        data = np.empty(pair.page_bytes * len(pages), np.uint8)
-        source.memories.kv.begin_gather([pair.source_piece], source_pages, data)()
-        target.memories.kv.scatter_slab([pair.destination_piece], pages, data)
+    for sent, wanted in pair_buffers(source.layout, target.layout):
+        data = np.empty(sent.page_bytes * len(pages), np.uint8)
+        source.memories.kv.begin_gather([sent], source_pages, data)()
+        target.memories.kv.scatter_slab([wanted], pages, data)
         num_bytes += data.nbytes
     return num_bytes
 

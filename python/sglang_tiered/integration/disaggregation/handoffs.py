@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from sglang_tiered.config import TieredConfig
-    from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
-    from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
+    from sglang_tiered.transfer.decode import DecodeEndpoint
+    from sglang_tiered.transfer.prefill import PrefillEndpoint
 
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,9 @@
-"""The sessions of a decode endpoint: makes them, keeps them alive, ends them.
+"""Sessions between a decode and a prefill endpoint, as each of them holds its own: ``PrefillLinks``
+at decode, which connects, and ``DecodePeers`` at prefill, which binds two sockets.
 
-The connection shows that a process ended, silence that a host vanished. The endpoint's thread only.
+A session begins with Hello and Welcome on the control socket and is joined with each data
+connection. Only from then on is the peer behind a routing id known. The connection shows that a
+process ended, silence that a host vanished. The endpoint's thread only.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ import logging
 import resource
 import secrets
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,26 +25,34 @@ from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.addresses import check_is_allowed, is_own_address
 from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.messages import VERSION_FRAME
-from sglang_tiered.transfer.same_host import PeerMemory
+from sglang_tiered.transfer.same_host import Door, PeerMemory
+from sglang_tiered.transfer.send_queue import SendQueue, SlabBuffers
 from sglang_tiered.wire import sockets
-from sglang_tiered.wire.keys import Tagger, prove_session
+from sglang_tiered.wire.keys import (
+    SESSION_DOMAIN,
+    Tagger,
+    admit_sessions,
+    new_session_key,
+    password_of,
+    prove_session,
+)
 from sglang_tiered.wire.loop import GOODBYE_MS
-from sglang_tiered.wire.sockets import connection_events, loss_reason, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sglang_tiered.config import TransferConfig
+    from sglang_tiered.transfer.addresses import Address
     from sglang_tiered.transfer.layout import Pair
+    from sglang_tiered.transfer.memory import Memories
     from sglang_tiered.transfer.messages import KVLayout
     from sglang_tiered.wire.keys import Keys
     from sglang_tiered.wire.loop import EndpointLoop
 
 
-Address = tuple[str, int]
-
 MAX_QUEUED = 4096
-"""Messages that a socket queues each way."""
+"""Messages that a socket queues each way. At prefill a backstop: credits bound what is under way.
+"""
 
 MAX_CONTROL_MESSAGES = 64
 
@@ -51,6 +61,10 @@ FILES_PER_SOCKET = 2
 and leaves its second to what a link needs on the same machine."""
 
 logger = logging.getLogger(__name__)
+
+
+def make_context(settings: TransferConfig) -> zmq.Context[zmq.Socket[bytes]]:
+    return zmq.Context(io_threads=max(1, settings.num_connections))
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +84,7 @@ class PrefillLink:
     address: Address
     opened_at: float
     last_seen: float
-    keys_left: list[Keys | None] = field(default_factory=list)  # to be tried in their turn
+    keys_left: list[Keys | None]  # to be tried in their turn
     keys: Keys | None = None  # of those the one in use
     control: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
@@ -82,7 +96,7 @@ class PrefillLink:
     tagger: Tagger = field(default_factory=lambda: Tagger(b""))
     data: list[zmq.Socket[bytes]] = field(default_factory=list)
     peer_memory: PeerMemory | None = None
-    waiting: deque[bytes] = field(default_factory=deque)
+    waiting: list[bytes] = field(default_factory=list)
     is_gone: bool = False
 
     @property
@@ -105,14 +119,9 @@ class PrefillLink:
     def flush_waiting(self) -> None:
         """Send what waited for the session."""
         self.num_sent += len(self.waiting)
-        while self.waiting:
-            self._send(self.control, self.waiting.popleft())
-
-    def loss_reason(self) -> str | None:
-        """Why the connection was lost, if its monitor says that it was."""
-        events = () if self.monitor is None else connection_events(self.monitor)
-        reasons = (loss_reason(event, "--transfer-keys") for event in events)
-        return next(filter(None, reasons), None)
+        for frame in self.waiting:
+            self._send(self.control, frame)
+        self.waiting.clear()
 
     def _send(self, socket: zmq.Socket[bytes] | None, frame: bytes) -> None:
         # A message that cannot be sent is lost; the monitor, silence or a count then ends the link.
@@ -146,9 +155,7 @@ class PrefillLinks:
         self._on_failed, self._on_data, self._on_lost = on_failed, on_data, on_lost
         self._instance = secrets.token_bytes(16)
         self._links: dict[Address, PrefillLink] = {}
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
-            io_threads=max(1, settings.num_connections)
-        )
+        self._context = make_context(settings)
         self._context.set(zmq.MAX_SOCKETS, _max_sockets(self._context))
 
     def __len__(self) -> int:
@@ -164,7 +171,10 @@ class PrefillLinks:
         if link is not None:
             return link
         now = time.monotonic()
-        link = self._links[address] = PrefillLink(address, now, now)
+        keys: list[Keys | None] = [None]
+        if self._keys is not None:
+            keys = [*self._keys.for_each_peer()]
+        link = self._links[address] = PrefillLink(address, now, now, keys)
         try:
             self._connect(link)
         except Exception as error:
@@ -208,23 +218,17 @@ class PrefillLinks:
         self._context.destroy(linger=0)
 
     def _connect(self, link: PrefillLink) -> None:
-        """Raises ``TransferError`` for an address that is not allowed, and ``zmq.ZMQError`` when
-        sockets or files have run out."""
-        host, settings = link.address[0], self._settings
-        if self._keys is None or settings.allowed_networks:
-            check_is_allowed(host, settings.allowed_networks)
-        link.keys_left = [None] if self._keys is None else [*self._keys.for_each_peer()]
-        self._connect_control(link)
-
-    def _connect_control(self, link: PrefillLink) -> None:
-        """Connect with the next keys that prefill may know. Raises ``zmq.ZMQError``."""
+        """Connect with the next keys that prefill may know. Raises ``TransferError`` for an address
+        that is not allowed, and ``zmq.ZMQError`` when sockets or files have run out."""
         settings = self._settings
+        if self._keys is None or settings.allowed_networks:
+            check_is_allowed(link.address[0], settings.allowed_networks)
         link.keys = link.keys_left.pop(0)
         control = link.control = self._make_socket(
             link.address, messages.MAX_CONTROL_BYTES, link.keys
         )
         monitor = link.monitor = sockets.watch_connection(self._context, control)
-        self._loop.add_socket(monitor, partial(self._on_monitor, link))
+        self._loop.add_socket(monitor, partial(self._on_monitor, link, monitor))
         self._loop.add_socket(control, partial(self._on_control, link, control))
         control.connect(sockets.endpoint_of(*link.address))
         hello = messages.Hello(self._instance, self._server, self._layout, settings.window_bytes)
@@ -254,8 +258,10 @@ class PrefillLinks:
         if link.monitor is not None:
             self._loop.remove_socket(link.monitor)
 
-    def _on_monitor(self, link: PrefillLink) -> None:
-        reason = link.loss_reason()
+    def _on_monitor(self, link: PrefillLink, monitor: zmq.Socket[bytes]) -> None:
+        events = sockets.connection_events(monitor)
+        reasons = (sockets.loss_reason(event, "--transfer-keys") for event in events)
+        reason = next(filter(None, reasons), None)
         if reason is None:
             return
         if link.welcome is not None or not link.keys_left:
@@ -263,12 +269,12 @@ class PrefillLinks:
             return
         self._close_control(link)  # it has other keys, perhaps the next ones
         try:
-            self._connect_control(link)
+            self._connect(link)
         except zmq.ZMQError as error:
             self.lose(link, f"cannot be addressed: {error}")
 
     def _on_control(self, link: PrefillLink, control: zmq.Socket[bytes]) -> None:
-        for frames in received(control, MAX_CONTROL_MESSAGES):
+        for frames in sockets.received(control, MAX_CONTROL_MESSAGES):
             try:
                 messages.check_version(frames[0].bytes, link.name)
                 body = frames[1].buffer if len(frames) > 1 else b""
@@ -302,9 +308,16 @@ class PrefillLinks:
         link.pairs = pair_buffers(welcome.layout, self._layout)
         link.welcome = welcome
         link.tagger = Tagger(welcome.key)
-        is_asked = self._settings.same_host and is_own_address(link.address[0])
-        if welcome.door is not None and is_asked:
-            self._visit_door(link, welcome)
+        if (
+            welcome.door is not None
+            and self._settings.same_host
+            and is_own_address(link.address[0])
+        ):
+            try:
+                pages = PeerMemory(welcome.door, welcome.session, len(welcome.layout.page_bytes))
+                link.peer_memory = pages
+            except (OSError, ValueError) as error:
+                logger.info("KV transfer: pages of %s are sent over TCP (%s)", link.name, error)
         encrypts = self._settings.encrypt_data
         address = (link.address[0], welcome.data_port)
         for index in range(welcome.num_connections):
@@ -321,14 +334,6 @@ class PrefillLinks:
             link.send_data(msgspec.structs.replace(join, proof=proof), index)
         link.flush_waiting()
 
-    def _visit_door(self, link: PrefillLink, welcome: messages.Welcome) -> None:
-        """Ask to read the pages of a prefill rank on this machine."""
-        num_buffers = len(welcome.layout.page_bytes)
-        try:
-            link.peer_memory = PeerMemory(welcome.door or "", welcome.session, num_buffers)
-        except (OSError, ValueError) as error:
-            logger.info("KV transfer: pages of %s are sent over TCP (%s)", link.name, error)
-
 
 def _max_sockets(context: zmq.Context[zmq.Socket[bytes]]) -> int:
     """The number of sockets that take half of the files this process may open; the rest of the
@@ -337,3 +342,203 @@ def _max_sockets(context: zmq.Context[zmq.Socket[bytes]]) -> int:
     most = int(context.get(zmq.SOCKET_LIMIT))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if files == resource.RLIM_INFINITY else min(most, files // 2 // FILES_PER_SOCKET)
+
+
+@dataclass(eq=False, slots=True)
+class DecodePeer:
+    """One decode rank. ``links`` are the routing ids of its data connections, by index."""
+
+    identity: bytes
+    instance: bytes
+    server: str  # where it answers requests, as it says
+    token: bytes
+    tagger: Tagger
+    sending: SendQueue
+    admitted_at: float
+    last_seen: float
+    links: list[bytes | None]
+    num_heard: int = 0  # control messages since Hello, both ways; pings are not counted
+    num_sent: int = 0
+    is_reader: bool = False  # it may read this process's memory
+
+    @property
+    def is_joined(self) -> bool:
+        return all(link is not None for link in self.links)
+
+    def link_of(self, seq: int) -> bytes:
+        """The connection for a slab: connections take turns."""
+        return self.links[seq % len(self.links)] or b""
+
+
+class DecodePeers:
+    """Binds free ports of ``host`` on construction. Raises ``TransferError`` when the address
+    cannot be bound."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        layout: KVLayout,
+        memories: Memories,
+        rank: int,
+        settings: TransferConfig,
+        keys: Keys | None,
+    ) -> None:
+        self._layout = layout
+        self._memories = memories
+        self._rank = rank
+        self._settings = settings
+        self._keys = keys
+        self._instance = secrets.token_bytes(16)
+        self.door: Door | None = None
+        self._buffers = SlabBuffers(memories.kv.new_buffer)
+        self._by_identity: dict[bytes, DecodePeer] = {}  # in the order of their turns
+        self._by_token: dict[bytes, DecodePeer] = {}
+        self._by_link: dict[bytes, DecodePeer] = {}
+        self._context = make_context(settings)
+        self._guard = keys.guard_server(self._context) if keys is not None else None
+        self._passwords: dict[str, str] = {}  # by session token; the guard's thread reads it
+        if self._guard is not None:
+            self._guard.passwords[SESSION_DOMAIN] = self._passwords
+        try:
+            self.control, self.control_port = self._bind(host, keys)
+            self.data, self.data_port = self._bind(host, keys, is_data=True)
+        except zmq.ZMQError as error:
+            self.close()
+            raise TransferError(
+                f"cannot listen for decode instances on {host} ({error}); pass another --host."
+            ) from error
+        if settings.same_host and memories.kv.is_host:
+            with contextlib.suppress(OSError):  # without a door, everything is sent
+                self.door = Door()
+
+    def __iter__(self) -> Iterator[DecodePeer]:
+        return iter(list(self._by_identity.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    def get(self, identity: bytes) -> DecodePeer | None:
+        return self._by_identity.get(identity)
+
+    def of_connection(self, link: bytes) -> DecodePeer | None:
+        """The peer that a data connection belongs to."""
+        return self._by_link.get(link)
+
+    def replaced_by(self, identity: bytes, instance: bytes) -> list[DecodePeer]:
+        """The sessions that a Hello ends: those of the same process or connection."""
+        return [peer for peer in self if peer.instance == instance or peer.identity == identity]
+
+    def put_last(self, peer: DecodePeer) -> None:
+        """Have the others come before this one, which was sent to."""
+        if self._by_identity.pop(peer.identity, None) is not None:
+            self._by_identity[peer.identity] = peer
+
+    def admit(self, identity: bytes, hello: messages.Hello, now: float) -> None:
+        """Open a session and send its Welcome. Raises ``TransferError`` for a layout that cannot be
+        served, and then keeps nothing."""
+        tagger = Tagger(key := new_session_key(self._keys))
+        sending = SendQueue(
+            self._memories,
+            pair_buffers(self._layout, hello.layout),
+            self._layout,
+            tagger,
+            self._buffers,
+            min(hello.window_bytes, self._settings.window_bytes),
+        )
+        token = secrets.token_bytes(messages.TOKEN_BYTES)
+        num_connections, server = self._settings.num_connections, sockets.printable(hello.server)
+        peer = DecodePeer(
+            identity,
+            hello.instance,
+            server,
+            token,
+            tagger,
+            sending,
+            now,
+            now,
+            [None] * num_connections,
+        )
+        self._by_identity[identity] = self._by_token[token] = peer
+        if self._keys is not None:
+            self._passwords[token.hex()] = password_of(key)
+        door = None if self.door is None else self.door.name
+        at = self.data_port, num_connections
+        welcome = messages.Welcome(self._instance, token, self._rank, self._layout, *at, key, door)
+        self.send(identity, welcome)
+
+    def serve_door(self) -> None:
+        """Let each process that has come and knows its session's token read this process's pages,
+        until the session ends."""
+        assert self.door is not None
+        for token, pid, address in self.door.visits():
+            peer = self._by_token.get(token)
+            if peer is not None and not peer.is_reader:
+                peer.sending.reader = self.door.admit(pid, address, self._memories.kv.buffers)
+                peer.is_reader = peer.sending.reader is not None
+
+    def join(self, link: bytes, message: messages.Join) -> bool:
+        """Assign a data connection to its session. Returns False if its proof is wrong."""
+        peer = self._by_token.get(message.session)
+        if (
+            peer is None
+            or not 0 <= message.index < len(peer.links)
+            or peer.links[message.index] is not None
+            or not peer.tagger.is_right(message.proof, *message.proven())
+        ):
+            return False
+        peer.links[message.index] = link
+        self._by_link[link] = peer
+        return True
+
+    def remove(self, peer: DecodePeer) -> bool:
+        """Drop a peer. Returns False if it was dropped already."""
+        if self._by_identity.pop(peer.identity, None) is None:
+            return False
+        self._by_token.pop(peer.token, None)
+        self._passwords.pop(peer.token.hex(), None)
+        for link in peer.links:
+            self._by_link.pop(link or b"", None)
+        if peer.is_reader and self.door is not None and not any(one.is_reader for one in self):
+            self.door.revoke_permission()
+        return True
+
+    def send(self, identity: bytes, message: Any) -> bool:
+        """Send on the control channel. Returns False for a connection that is gone. If a message
+        does not fit into the queue, the peer notices when it next compares numbers."""
+        peer = self._by_identity.get(identity)
+        if peer is not None and not isinstance(message, messages.Welcome | messages.Pong):
+            peer.num_sent += 1
+        try:
+            self.control.send_multipart(
+                [identity, VERSION_FRAME, sockets.encode(message)], zmq.NOBLOCK
+            )
+        except zmq.ZMQError as error:
+            return error.errno != zmq.EHOSTUNREACH
+        return True
+
+    def close(self) -> None:
+        """Close the sockets, after their last use."""
+        if self._guard is not None:
+            self._guard.stop()
+        if self.door is not None:
+            if any(peer.is_reader for peer in self):
+                self.door.revoke_permission()
+            self.door.close()
+        self._context.destroy(linger=0)
+
+    def _bind(
+        self, host: str, keys: Keys | None, *, is_data: bool = False
+    ) -> tuple[zmq.Socket[bytes], int]:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.linger = 0
+        socket.router_mandatory = True  # an unknown peer is an error, not silence
+        socket.sndhwm = socket.rcvhwm = MAX_QUEUED
+        socket.maxmsgsize = messages.MAX_CONTROL_BYTES
+        socket.ipv6 = ":" in host
+        if keys is not None and is_data and not self._settings.encrypt_data:
+            admit_sessions(socket)
+        elif keys is not None:
+            keys.secure_server(socket)
+        port = socket.bind_to_random_port(sockets.endpoint_of(host, "*").removesuffix(":*"))
+        return socket, port
