@@ -122,49 +122,6 @@ def test_many_rooms_at_once_do_not_mix(pair: Pair) -> None:
         assert np.array_equal(got, sender.pool.pages(chosen)), room
 
 
-def test_nothing_is_kept_of_rooms_that_ended(pair: Pair) -> None:
-    sender, receiver = pair
-    for room in range(20):
-        begin(pair, room, [room])
-        sender.send(room, [room])
-        receiver.events.wait_for("done", room)
-        receiver.endpoint.close_room(room)
-        sender.events.wait_for("done", room)
-        sender.endpoint.drop_room(room)
-    eventually(lambda: sender.endpoint.num_rooms == 0 and receiver.endpoint.num_rooms == 0)
-    assert sender.events.kinds(3) == ["ready", "done"]
-    assert receiver.events.kinds(3) == ["done"]
-
-
-def test_prefill_abort_reaches_decode_with_reason(pair: Pair) -> None:
-    sender, receiver = begin(pair, 3, [1, 2])
-    sender.send(3, [1], is_last=False)
-    sender.endpoint.drop_room(3, "the client went away")
-    assert receiver.events.wait_for("failed", 3)[2] == "PD peer failed: the client went away"
-
-
-def test_decode_abort_reaches_prefill_with_reason(pair: Pair) -> None:
-    sender, receiver = begin(pair, 4, [1, 2])
-    receiver.endpoint.close_room(4)
-    assert "the request ended" in sender.events.wait_for("failed", 4)[2]
-
-
-def test_late_half_of_a_failed_room_fails_immediately(pair: Pair) -> None:
-    sender, receiver = pair
-    sender.endpoint.expect_room(5)
-    sender.endpoint.drop_room(5, "no memory")
-    open_room(pair, 5, [1])
-    assert receiver.events.wait_for("failed", 5)[2] == (
-        "PD peer failed: no memory; for another try, draw another bootstrap_room."
-    )
-    open_room(pair, 6, [1])
-    eventually(lambda: sender.endpoint.num_rooms == 1)
-    receiver.endpoint.close_room(6)
-    eventually(lambda: sender.endpoint.stats.num_rooms_failed == 2)
-    sender.endpoint.expect_room(6)
-    assert "the request ended" in sender.events.wait_for("failed", 6)[2]
-
-
 def test_room_opened_twice_keeps_its_first_pages(pair: Pair) -> None:
     """The second took the place of the first, whose request then waited for ever."""
     sender, receiver = begin(pair, 8, [1, 2])
@@ -175,14 +132,6 @@ def test_room_opened_twice_keeps_its_first_pages(pair: Pair) -> None:
     receiver.events.wait_for("done", 8)
     assert np.array_equal(receiver.pool.pages([1, 2]), sender.pool.pages([5, 6]))
     assert np.array_equal(receiver.pool.pages([3, 4]), before)
-
-
-def test_abort_before_open_fails_prefills_request(pair: Pair) -> None:
-    sender, receiver = pair
-    sender.endpoint.expect_room(7)
-    receiver.endpoint.abort_room(7, [sender.address], "the client went away")
-    reason = sender.events.wait_for("failed", 7)[2]
-    assert reason == "decode dropped it: the client went away"
 
 
 def test_uncomputed_chunk_is_not_sent(pair: Pair) -> None:

@@ -124,16 +124,6 @@ def test_pipeline_stages_send_layers_and_metadata(stack: ExitStack) -> None:
     assert (receiver.pool.aux[:, 2] == 42).all()
 
 
-def test_missing_pipeline_stage_fails_the_room(stack: ExitStack) -> None:
-    whole = whole_kv(BASE, 4)
-    first = prefill_of(stack, whole, shape_of(0, 1, 2, 0))
-    receiver = stack.enter_context(decode(shape_of(0, 1, 4)))
-    first.endpoint.expect_room(1)
-    receiver.open(1, [first], PAGES)
-    serve(1, [first])
-    assert "bytes of KV" in receiver.events.wait_for("failed", 1)[2]
-
-
 def test_one_failing_rank_fails_the_room(stack: ExitStack) -> None:
     whole = whole_kv(BASE, 2)
     prefills = [prefill_of(stack, whole, shape_of(rank, 2)) for rank in range(2)]

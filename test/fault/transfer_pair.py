@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -272,10 +272,8 @@ def prefill(
         keys=keys,
     )
     endpoint.set_model(model)
-    try:
+    with closing(endpoint):
         yield Prefill(pool, endpoint, events)
-    finally:
-        endpoint.close()
 
 
 @contextmanager
@@ -297,10 +295,8 @@ def decode(
         keys=keys,
     )
     endpoint.set_model(model)
-    try:
+    with closing(endpoint):
         yield Decode(pool, endpoint, events)
-    finally:
-        endpoint.close()
 
 
 def meet(

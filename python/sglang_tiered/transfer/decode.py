@@ -11,9 +11,8 @@ import itertools
 import logging
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
@@ -74,7 +73,7 @@ class DecodeEndpoint:
         self._table_lock = threading.Lock()
         self._rooms: dict[int, ReceiveRoom] = {}
         self._model: bytes | None = None  # of the KV that is taken
-        self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # until it is known
+        self._held: list[Callable[[], None]] = []  # until it is known
         self.stats = TransferStats()
         self._loop = EndpointLoop("kv-transfer-decode", lambda: None, self._tick)
         self._links = PrefillLinks(
@@ -153,14 +152,9 @@ class DecodeEndpoint:
         with self._table_lock:
             if self._rooms.setdefault(room, receiving) is not receiving:
                 raise TransferError("this room is open for another request already.")
-        name, sizes = (room, receiving.generation), (len(pages), num_rows)
-        asks = {
-            target: messages.Open(
-                *name, *sizes, prefix_tokens, num_receivers, target in dummies, b""
-            )
-            for target in targets
-        }
-        self._loop.call(self._once_known, self._open, receiving, asks, asked)
+        sizes = len(pages), num_rows, prefix_tokens, num_receivers
+        to = list(targets), frozenset(dummies)
+        self._loop.call(self._once_known, self._open, receiving, *to, sizes, asked)
 
     def close_room(self, room: int) -> None:
         """Take the room's pages back: once this has returned, they are not written."""
@@ -191,13 +185,13 @@ class DecodeEndpoint:
         self._model = model
         if model is not None:
             held, self._held = self._held, []
-            for function, arguments in held:
-                function(*arguments)
+            for call in held:
+                call()
 
     def _once_known(self, function: Callable[..., None], *arguments: Any) -> None:
         """Say what concerns a room, in order, once the model is known."""
         if self._model is None:
-            self._held.append((function, arguments))
+            self._held.append(partial(function, *arguments))
         else:
             function(*arguments)
 
@@ -240,18 +234,26 @@ class DecodeEndpoint:
 
     # Rooms.
 
-    def _open(self, room: ReceiveRoom, asks: dict[Address, messages.Open], asked: Asked) -> None:
-        """``asks``: of each target, without the model."""
+    def _open(
+        self,
+        room: ReceiveRoom,
+        targets: list[Address],
+        dummies: frozenset[Address],
+        sizes: tuple[int, list[int], int, int],
+        asked: Asked,
+    ) -> None:
+        """``sizes``: the fields of ``Open`` that are about them."""
         if room.is_closed:
             if room.number not in self._rooms:  # prefill may know it by its claim
-                self._abort(room.number, list(asks), "the request ended")
+                self._abort(room.number, targets, "the request ended")
             return
         assert self._model is not None
         model = asked.of(self._model)
         try:
-            room.links = [self._links.link_to(target) for target in asks]
-            for link, ask in zip(room.links, asks.values(), strict=True):
-                link.send_control(msgspec.structs.replace(ask, model=model))
+            room.links = [self._links.link_to(target) for target in targets]
+            for target, link in zip(targets, room.links, strict=True):
+                asks = *sizes, target in dummies
+                link.send_control(messages.Open(room.number, room.generation, *asks, model))
         except Exception as error:
             # Conclude the room after any error: the scheduler would wait for it without end.
             logger.exception("KV transfer: internal error while asking for a room; it fails")

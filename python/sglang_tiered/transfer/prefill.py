@@ -154,11 +154,12 @@ class PrefillEndpoint:
 
     def _serve(self, identity: bytes, message: messages.AnyFromDecode) -> None:
         if isinstance(message, messages.Hello):
-            for peer in self._peers.replaced_by(identity, message.instance):
-                self._lose(peer, "the decode instance connected anew")
+            for peer in self._peers:
+                if peer.instance == message.instance or peer.identity == identity:
+                    self._lose(peer, "the decode instance connected anew")
             self._peers.admit(identity, message, time.monotonic())
             return
-        known = self._peers.get(identity)
+        known = self._peers.by_identity(identity)
         if known is None:
             self._refuse(identity, "prefill does not know this session; say hello again.")
             return
@@ -350,7 +351,7 @@ class PrefillEndpoint:
             except TransferError:
                 self.stats.num_refused += 1
                 continue
-            peer = self._peers.of_connection(link)
+            peer = self._peers.by_connection(link)
             if isinstance(message, messages.Join):
                 self.stats.num_refused += not self._peers.join(link, message)
             elif peer is not None and isinstance(message, messages.Ack):

@@ -165,20 +165,15 @@ class PrefillLinks:
         return iter(list(self._links.values()))
 
     def link_to(self, address: Address) -> PrefillLink:
-        """The link to an address, made now if there is none. Never blocks or raises: an address
-        that cannot be reached is a loss later, after the caller has said which room it is for."""
+        """The link to an address, made now if there is none. Never blocks or raises."""
         link = self._links.get(address)
-        if link is not None:
-            return link
-        now = time.monotonic()
-        keys: list[Keys | None] = [None]
-        if self._keys is not None:
-            keys = [*self._keys.for_each_peer()]
-        link = self._links[address] = PrefillLink(address, now, now, keys)
-        try:
+        if link is None:
+            now = time.monotonic()
+            keys: list[Keys | None] = [None]
+            if self._keys is not None:
+                keys = [*self._keys.for_each_peer()]
+            link = self._links[address] = PrefillLink(address, now, now, keys)
             self._connect(link)
-        except Exception as error:
-            self._loop.call(self.lose, link, f"cannot be addressed: {error}")
         return link
 
     def lose(self, link: PrefillLink, reason: str) -> None:
@@ -218,21 +213,24 @@ class PrefillLinks:
         self._context.destroy(linger=0)
 
     def _connect(self, link: PrefillLink) -> None:
-        """Connect with the next keys that prefill may know. Raises ``TransferError`` for an address
-        that is not allowed, and ``zmq.ZMQError`` when sockets or files have run out."""
-        settings = self._settings
-        if self._keys is None or settings.allowed_networks:
-            check_is_allowed(link.address[0], settings.allowed_networks)
-        link.keys = link.keys_left.pop(0)
-        control = link.control = self._make_socket(
-            link.address, messages.MAX_CONTROL_BYTES, link.keys
-        )
-        monitor = link.monitor = sockets.watch_connection(self._context, control)
-        self._loop.add_socket(monitor, partial(self._on_monitor, link, monitor))
-        self._loop.add_socket(control, partial(self._on_control, link, control))
-        control.connect(sockets.endpoint_of(*link.address))
-        hello = messages.Hello(self._instance, self._server, self._layout, settings.window_bytes)
-        link.send_control(hello)
+        """Connect with the next keys that prefill may know. An address that is not allowed, or for
+        which there is no socket, is a loss later: the caller has not said yet which room it is for.
+        """
+        settings, address = self._settings, link.address
+        try:
+            if self._keys is None or settings.allowed_networks:
+                check_is_allowed(address[0], settings.allowed_networks)
+            link.keys = link.keys_left.pop(0)
+            link.control = self._make_socket(address, messages.MAX_CONTROL_BYTES, link.keys)
+            link.monitor = sockets.watch_connection(self._context, link.control)
+            self._loop.add_socket(link.monitor, partial(self._on_monitor, link, link.monitor))
+            self._loop.add_socket(link.control, partial(self._on_control, link, link.control))
+            link.control.connect(sockets.endpoint_of(*address))
+        except Exception as error:
+            self._loop.call(self.lose, link, f"cannot be addressed: {error}")
+            return
+        window = settings.window_bytes
+        link.send_control(messages.Hello(self._instance, self._server, self._layout, window))
 
     def _make_socket(
         self, address: Address, max_frame_bytes: int, keys: Keys | None
@@ -266,12 +264,9 @@ class PrefillLinks:
             return
         if link.welcome is not None or not link.keys_left:
             self.lose(link, reason)
-            return
-        self._close_control(link)  # it has other keys, perhaps the next ones
-        try:
+        else:
+            self._close_control(link)  # it has other keys, perhaps the next ones
             self._connect(link)
-        except zmq.ZMQError as error:
-            self.lose(link, f"cannot be addressed: {error}")
 
     def _on_control(self, link: PrefillLink, control: zmq.Socket[bytes]) -> None:
         for frames in sockets.received(control, MAX_CONTROL_MESSAGES):
@@ -371,8 +366,8 @@ class DecodePeer:
 
 
 class DecodePeers:
-    """Binds free ports of ``host`` on construction. Raises ``TransferError`` when the address
-    cannot be bound."""
+    """All decode ranks. Binds free ports of ``host`` on construction. Raises ``TransferError`` when
+    the address cannot be bound."""
 
     def __init__(
         self,
@@ -418,16 +413,11 @@ class DecodePeers:
     def __len__(self) -> int:
         return len(self._by_identity)
 
-    def get(self, identity: bytes) -> DecodePeer | None:
+    def by_identity(self, identity: bytes) -> DecodePeer | None:
         return self._by_identity.get(identity)
 
-    def of_connection(self, link: bytes) -> DecodePeer | None:
-        """The peer that a data connection belongs to."""
+    def by_connection(self, link: bytes) -> DecodePeer | None:
         return self._by_link.get(link)
-
-    def replaced_by(self, identity: bytes, instance: bytes) -> list[DecodePeer]:
-        """The sessions that a Hello ends: those of the same process or connection."""
-        return [peer for peer in self if peer.instance == instance or peer.identity == identity]
 
     def put_last(self, peer: DecodePeer) -> None:
         """Have the others come before this one, which was sent to."""
@@ -438,14 +428,9 @@ class DecodePeers:
         """Open a session and send its Welcome. Raises ``TransferError`` for a layout that cannot be
         served, and then keeps nothing."""
         tagger = Tagger(key := new_session_key(self._keys))
-        sending = SendQueue(
-            self._memories,
-            pair_buffers(self._layout, hello.layout),
-            self._layout,
-            tagger,
-            self._buffers,
-            min(hello.window_bytes, self._settings.window_bytes),
-        )
+        pairs = pair_buffers(self._layout, hello.layout)
+        window = min(hello.window_bytes, self._settings.window_bytes)
+        sending = SendQueue(self._memories, pairs, self._layout, tagger, self._buffers, window)
         token = secrets.token_bytes(messages.TOKEN_BYTES)
         num_connections, server = self._settings.num_connections, sockets.printable(hello.server)
         peer = DecodePeer(

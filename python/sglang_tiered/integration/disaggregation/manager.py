@@ -50,7 +50,6 @@ from sglang_tiered.wire.keys import Keys, load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from sglang_tiered.integration.disaggregation.handoffs import (
         HandedModel,
@@ -220,7 +219,7 @@ class KVManagerRole(CommonKVManager):  # type: ignore[misc]
             self._handoffs.export(endpoint)
 
     def _keys(self, role: str) -> Keys | None:
-        directory: Path | None = self._transfer.keys_path
+        directory = self._transfer.keys_path
         return None if directory is None else load_keys(directory, role)
 
 
@@ -297,7 +296,7 @@ class PrefillKVManager(KVManagerRole):
                 kv_pools.copied(kv_indices) if indices_event is None else kv_indices.numpy(),
                 index_slice.start,
                 is_last_chunk,
-                [None if rows is None else kv_pools.copied(rows) for rows in state_indices or ()],
+                [*map(kv_pools.copied, state_indices or ())],
                 aux_index if sends_metadata else None,
                 are_done(wait_event, indices_event),
             ),
@@ -498,14 +497,13 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
             return
         to_host = destination == KVTransferDestination.HOST
         memory = self.kv_mgr.host_memory if to_host else None
-        rows = [None if rows is None else kv_pools.copied(rows) for rows in state_indices or ()]
         try:
             self.kv_mgr.endpoint.open_room(
                 self.bootstrap_room,
                 self._targets(),
                 dummies={_address(info) for info in self.bootstrap_infos if info["is_dummy"]},
                 pages=kv_pools.copied(kv_indices),
-                state_rows=rows,
+                state_rows=[*map(kv_pools.copied, state_indices or ())],
                 aux_row=aux_index,
                 prefix_tokens=decode_prefix_len or 0,
                 num_receivers=self.required_dst_info_num,
