@@ -220,13 +220,21 @@ def test_a_wrong_authenticator_lands_nothing(receiver: Decode) -> None:
         assert told.isprintable() and len(told) < 1000, "a reason goes to logs and clients"
 
 
-def test_a_room_missing_bytes_is_not_received(receiver: Decode) -> None:
+@pytest.mark.parametrize(
+    ("pages", "aux", "says"),
+    [([7, 8], [], "bytes of KV"), ([], [b"short"], "metadata rows")],
+    ids=["a page is missing", "metadata of another shape"],
+)
+def test_an_end_that_lies_fails_the_room(
+    pages: list[int], aux: list[bytes], says: str, receiver: Decode
+) -> None:
     """A sender that forgets a page, a layer or a head says that it is done all the same."""
     with strange_prefill() as stranger:
-        opened = stranger.opened_by(receiver, [7, 8])
-        stranger.slab(opened, page(stranger), num_pages=1)
-        stranger.send(messages.Last(1, opened.generation, 1, []))
-        assert "bytes of KV" in receiver.events.wait_for("failed", 1)[2]
+        opened = stranger.opened_by(receiver, pages)
+        if pages:
+            stranger.slab(opened, page(stranger), num_pages=1)
+        stranger.send(messages.Last(1, opened.generation, int(bool(pages)), aux))
+        assert says in receiver.events.wait_for("failed", 1)[2]
 
 
 def test_nothing_lands_in_a_room_that_was_received(receiver: Decode) -> None:
@@ -239,13 +247,6 @@ def test_nothing_lands_in_a_room_that_was_received(receiver: Decode) -> None:
         stranger.slab(opened, page(stranger, 9), seq=1)
         eventually(lambda: receiver.endpoint.stats.num_slabs == 2)
         assert np.array_equal(receiver.pool.kv, before)
-
-
-def test_metadata_of_another_shape_fails_the_room(receiver: Decode) -> None:
-    with strange_prefill() as stranger:
-        opened = stranger.opened_by(receiver, [])
-        stranger.send(messages.Last(1, opened.generation, 0, [b"short"]))
-        assert "metadata rows" in receiver.events.wait_for("failed", 1)[2]
 
 
 def test_keys_keep_strangers_out(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ class PrefillEndpoint:
     def _serve(self, identity: bytes, message: messages.AnyFromDecode) -> None:
         if isinstance(message, messages.Hello):
             for peer in self._peers:
-                if peer.instance == message.instance or peer.identity == identity:
+                if peer.hello.instance == message.instance or peer.identity == identity:
                     self._lose(peer, "the decode instance connected anew")
             self._peers.admit(identity, message, time.monotonic())
             return
@@ -203,7 +203,8 @@ class PrefillEndpoint:
         own = room.asked.of(self._model)
         for peer, ask in room.asks.items():
             if ask.model != own:
-                reason = mismatch(self._server, own, peer.server, ask.model, self._model_note)
+                decode = sockets.printable(peer.hello.server)
+                reason = mismatch(self._server, own, decode, ask.model, self._model_note)
                 self._fail(room.number, reason, True)
                 return
         if room.is_complete and not room.is_ready:

@@ -344,10 +344,8 @@ class DecodePeer:
     """One decode rank. ``links`` are the routing ids of its data connections, by index."""
 
     identity: bytes
-    instance: bytes
-    server: str  # where it answers requests, as it says
+    hello: messages.Hello
     token: bytes
-    tagger: Tagger
     sending: SendQueue
     admitted_at: float
     last_seen: float
@@ -427,28 +425,17 @@ class DecodePeers:
     def admit(self, identity: bytes, hello: messages.Hello, now: float) -> None:
         """Open a session and send its Welcome. Raises ``TransferError`` for a layout that cannot be
         served, and then keeps nothing."""
-        tagger = Tagger(key := new_session_key(self._keys))
-        pairs = pair_buffers(self._layout, hello.layout)
+        key, pairs = new_session_key(self._keys), pair_buffers(self._layout, hello.layout)
         window = min(hello.window_bytes, self._settings.window_bytes)
-        sending = SendQueue(self._memories, pairs, self._layout, tagger, self._buffers, window)
+        sending = SendQueue(self._memories, pairs, self._layout, Tagger(key), self._buffers, window)
         token = secrets.token_bytes(messages.TOKEN_BYTES)
-        num_connections, server = self._settings.num_connections, sockets.printable(hello.server)
-        peer = DecodePeer(
-            identity,
-            hello.instance,
-            server,
-            token,
-            tagger,
-            sending,
-            now,
-            now,
-            [None] * num_connections,
-        )
+        links: list[bytes | None] = [None] * self._settings.num_connections
+        peer = DecodePeer(identity, hello, token, sending, now, now, links)
         self._by_identity[identity] = self._by_token[token] = peer
         if self._keys is not None:
             self._passwords[token.hex()] = password_of(key)
         door = None if self.door is None else self.door.name
-        at = self.data_port, num_connections
+        at = self.data_port, len(links)
         welcome = messages.Welcome(self._instance, token, self._rank, self._layout, *at, key, door)
         self.send(identity, welcome)
 
@@ -469,7 +456,7 @@ class DecodePeers:
             peer is None
             or not 0 <= message.index < len(peer.links)
             or peer.links[message.index] is not None
-            or not peer.tagger.is_right(message.proof, *message.proven())
+            or not peer.sending.tagger.is_right(message.proof, *message.proven())
         ):
             return False
         peer.links[message.index] = link
