@@ -205,7 +205,7 @@ class PrefillEndpoint:
             if ask.model != own:
                 decode = sockets.printable(peer.hello.server)
                 reason = mismatch(self._server, own, decode, ask.model, self._model_note)
-                self._fail(room.number, reason, True)
+                self._fail(room.number, reason)
                 return
         if room.is_complete and not room.is_ready:
             room.is_ready = True
@@ -216,7 +216,7 @@ class PrefillEndpoint:
 
     def _fail_rooms(self, reason: str) -> None:
         for room in self._rooms:
-            self._fail(room.number, reason, True)
+            self._fail(room.number, reason)
 
     def _claim(self, peer: DecodePeer, message: messages.Claim) -> None:
         room = self._rooms.claim_room(peer, message, time.monotonic())
@@ -257,7 +257,7 @@ class PrefillEndpoint:
                         f"{opens[peer].num_state_rows}."
                     )
         except TransferError as error:
-            self._fail(number, str(error), True)
+            self._fail(number, str(error))
             return
         room.is_last_queued |= chunk.is_last
         for peer in room.unfinished:
@@ -277,24 +277,25 @@ class PrefillEndpoint:
             return
         if room is not None and opened is None and room.is_ready:
             return  # all of its decode ranks are known, and this is another one
-        self._fail(message.room, f"decode dropped it: {sockets.printable(message.reason)}", True)
+        self._fail(message.room, f"decode dropped it: {sockets.printable(message.reason)}")
 
-    def _fail(self, number: int, reason: str, is_news: bool) -> None:
-        known = self._rooms.get(number)
+    def _fail(self, number: int, reason: str) -> None:
         room = self._rooms.fail_room(number, reason, time.monotonic())
-        if room is None or known is None:
+        if room is None:
             return
         room.fence.close()
         self.stats.num_rooms_failed += 1
         for peer, opened in room.opens.items():
             peer.sending.drop_room(number)
             self._peers.send(peer.identity, messages.Failed(number, opened.generation, reason))
-        if is_news and room.is_expected:
+        if room.is_expected:
             self._listener.room_failed(number, reason)
 
     def _drop_room(self, number: int, reason: str) -> None:
-        if self._rooms.get(number) is not None:
-            self._fail(number, reason, False)
+        room = self._rooms.get(number)
+        if room is not None:
+            room.is_expected = False  # its request need not be told
+            self._fail(number, reason)
         self._listener.room_dropped(number)
 
     # Peers.
@@ -305,7 +306,7 @@ class PrefillEndpoint:
         self.stats.num_sessions_lost += 1
         for room in self._rooms.of_session(peer):
             del room.asks[peer]
-            self._fail(room.number, messages.peer_failed(reason), True)
+            self._fail(room.number, messages.peer_failed(reason))
 
     def _say_goodbye(self) -> None:
         for peer in self._peers:
@@ -335,7 +336,7 @@ class PrefillEndpoint:
         for room in self._rooms.overdue(now):
             waited = now - room.created_at
             late = "decode instance asked for" if room.is_expected else "request reached prefill of"
-            self._fail(room.number, f"no {late} this room within {waited:.0f} s", True)
+            self._fail(room.number, f"no {late} this room within {waited:.0f} s")
 
     def _end(self, peer: DecodePeer, reason: str) -> None:
         self._peers.send(peer.identity, messages.Bye(reason))
@@ -377,7 +378,7 @@ class PrefillEndpoint:
         self.stats.num_damaged += 1
         room, key = self._rooms.get(nack.room), (nack.room, nack.generation, nack.seq)
         if not peer.sending.resend(key, room.fence if room else None, time.monotonic()):
-            self._fail(nack.room, f"slab {nack.seq} could not be delivered intact", True)
+            self._fail(nack.room, f"slab {nack.seq} could not be delivered intact")
 
     def _step(self) -> float | None:
         """Send a few messages of one peer; peers take turns. Returns the seconds until there is
@@ -401,7 +402,7 @@ class PrefillEndpoint:
                 # A pool that cannot be read fails only the room that was read for.
                 logger.exception("KV transfer: error while reading the pool; the room fails")
                 room = peer.sending.queue[0].room
-                self._fail(room, f"prefill could not read its pages ({error})", True)
+                self._fail(room, f"prefill could not read its pages ({error})")
                 return number + 1
             if parcel is None or not self._post(peer, parcel):
                 return number
