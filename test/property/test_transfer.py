@@ -52,7 +52,7 @@ def test_progress_is_a_set_of_numbers(seqs: list[int], num_slabs: int) -> None:
     assert progress.seen == seen
     assert not progress.is_complete
     assert progress.has_gap == (seen != set(range(len(seen))))
-    progress.num_slabs = num_slabs
+    progress.last = messages.Last(1, 1, num_slabs, [])
     assert progress.is_complete == (len(seen) >= num_slabs)
 
 

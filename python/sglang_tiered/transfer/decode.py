@@ -354,10 +354,10 @@ class DecodeEndpoint:
             confirmed.append(key)
             self._conclude_failed(room, reason)
             return
-        if progress.is_complete and progress.num_slabs is not None:
+        if progress.last is not None and progress.is_complete:
             # Not before: prefill frees the pages on this confirmation, and a damaged slab has to
             # be sent again.
-            confirmed.append((message.room, message.generation, progress.num_slabs))
+            confirmed.append((message.room, message.generation, progress.last.num_slabs))
         if is_received:
             self.stats.num_rooms_done += 1
             self._listener.room_done(room.number)

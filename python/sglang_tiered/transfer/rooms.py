@@ -207,22 +207,21 @@ class RoomTable(Generic[SessionT]):
 
 @dataclass(eq=False, slots=True)
 class Progress:
-    """What has come from one prefill rank: the numbers of its slabs, and how many there will be."""
+    """What has come from one prefill rank: the numbers of its slabs, and its last word."""
 
     seen: set[int] = field(default_factory=set)
     highest: int = -1
-    num_slabs: int | None = None
-    aux: Sequence[bytes] = ()
+    last: Last | None = None
     moved_at: float = 0.0
 
     @property
     def is_complete(self) -> bool:
-        return self.num_slabs is not None and len(self.seen) >= self.num_slabs
+        return self.last is not None and len(self.seen) >= self.last.num_slabs
 
     @property
     def has_gap(self) -> bool:
         """Whether a slab is missing that was sent before one that has come."""
-        is_behind = self.num_slabs is not None or len(self.seen) <= self.highest
+        is_behind = self.last is not None or len(self.seen) <= self.highest
         return not self.is_complete and is_behind
 
     def mark(self, seq: int, now: float) -> None:
@@ -321,8 +320,7 @@ class ReceiveRoom:
         sizes = [buffer.page_bytes for buffer in self.memories.aux.buffers]
         if last.aux and [len(row) for row in last.aux] != sizes:
             raise TransferError("prefill sent metadata rows of other sizes than decode's.")
-        progress.num_slabs = last.num_slabs
-        progress.aux = last.aux
+        progress.last = last
 
     def conclude(self) -> bool:
         """Write the metadata row once every rank's slabs are here; then the request may start.
@@ -337,7 +335,8 @@ class ReceiveRoom:
             raise TransferError(
                 f"prefill sent {self.kv_bytes} bytes of KV for pages that hold {expected}."
             )
-        rows = next((item.aux for item in self.progress.values() if item.aux), ())
+        lasts = (item.last for item in self.progress.values())
+        rows = next((last.aux for last in lasts if last is not None and last.aux), ())
         self.memory.flush()
         for memory in self.memories.states:
             memory.flush()
