@@ -53,10 +53,10 @@ class PrefillEndpoint:
     and return at once.
 
     ``host`` is bound as it is, to free ports. ``server``: where this instance answers requests, to
-    be named to who is refused. ``on_tick`` is called a few times a second on the endpoint's thread,
-    and ``on_ready`` with the number of a room whose pages every decode rank has allocated, and of
-    the tokens that it holds already. No room is ready before ``set_model``. Raises
-    ``TransferError`` when the address cannot be bound.
+    be named to who is refused. ``on_tick`` is called a few times a second on the endpoint's thread.
+    ``on_ready`` gets the number of a room whose pages every decode rank has allocated, and of the
+    tokens that it holds already. No room is ready before ``set_model``. Raises ``TransferError``
+    when the address cannot be bound.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Reading another process's pages on the same machine: ``process_vm_readv(2)``.
 
-Pages are copied once, pool to pool, by the reader, which needs the right to trace the other process
-(same user, and where Yama restricts that, the permission given with ``prctl(PR_SET_PTRACER)``).
+Pages are copied once, pool to pool, by the reader. It needs the right to trace the other process:
+same user, and where Yama restricts that, the permission given with ``prctl(PR_SET_PTRACER)``.
 
 The kernel says which processes are involved, not the peers. Prefill listens at a ``Door``, an
 abstract Unix socket for datagrams; decode sends the token of their session there. Each learns the
