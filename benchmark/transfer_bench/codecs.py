@@ -12,7 +12,8 @@ import numpy as np
 from sglang_tiered.codecs.base import float32_to_bytes, to_float32
 from sglang_tiered.codecs.encoded import copied
 from sglang_tiered.config import TRANSFER_CODECS
-from sglang_tiered.transfer.layout import Pair, slab_codec
+from sglang_tiered.transfer.layout import slab_codec
+from sglang_tiered.transfer.memory import SlabPiece
 from transfer_bench.pools import Pool, Shape
 
 SLAB_PAGES = 4  # of 64 tokens: what a slab of one buffer has
@@ -32,7 +33,7 @@ class CodecSamples:
 def measure(num_rounds: int) -> dict[str, CodecSamples]:
     """Of slabs whose channels have a level and a width of their own, in bfloat16."""
     shape = Shape(1, SLAB_PAGES)
-    pairs = [Pair(0, 0, shape.page_bytes)]
+    pieces = [SlabPiece(0, shape.page_bytes)]
     slabs = [_slab(shape, seed) for seed in range(16)]
     size = sum(slab.nbytes for slab in slabs) / 1e9
     found = {name: CodecSamples() for name in TRANSFER_CODECS[1:]}
@@ -40,7 +41,7 @@ def measure(num_rounds: int) -> dict[str, CodecSamples]:
     for _ in range(num_rounds):
         for name, samples in found.items():
             layout = msgspec.structs.replace(layout, element="bfloat16", codec=name)
-            codec: Any = slab_codec(layout, pairs, SLAB_PAGES)
+            codec: Any = slab_codec(layout, pieces, SLAB_PAGES)
             decoded = [np.empty_like(slab) for slab in slabs]
             begun = time.perf_counter()
             encoded = [copied(codec.encode((slab.data,))) for slab in slabs]

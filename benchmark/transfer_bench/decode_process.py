@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from sglang_tiered.integration.cpu.processes import keep_freed_memory
-from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, DecodeTarget
+from sglang_tiered.transfer.decode import DecodeEndpoint
 from sglang_tiered.wire.keys import load_keys
 from transfer_bench.mooncake import MooncakeEnd
 from transfer_bench.pools import Pool, Shape, cpu_seconds, prompt_pages
@@ -32,14 +32,11 @@ class _Received:
         self._changed = threading.Condition()
         self._rooms: dict[int, str] = {}
 
-    def room_received(self, room: int) -> None:
+    def room_done(self, room: int) -> None:
         self._note(room, "")
 
     def room_failed(self, room: int, reason: str) -> None:
         self._note(room, reason)
-
-    def prefill_lost(self, address: tuple[str, int], reason: str) -> None:
-        pass
 
     def wait_for(self, room: int) -> None:
         with self._changed:
@@ -71,7 +68,7 @@ def serve(pipe: Connection, shape: Shape) -> None:
                 before = cpu_seconds()
                 endpoints[name].open_room(
                     room,
-                    [DecodeTarget(address)],
+                    [address],
                     pages=pages,
                     state_rows=[],
                     aux_row=0,
@@ -129,6 +126,7 @@ def _endpoint(
         layout=pool.layout,
         memories=pool.memories,
         listener=received,
+        on_lost=lambda *_: None,
         settings=settings,
         keys=None if keys is None else load_keys(keys, "decode"),
     )

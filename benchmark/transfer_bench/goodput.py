@@ -16,8 +16,8 @@ import zmq
 
 from sglang_tiered.config import TransferConfig
 from sglang_tiered.integration.cpu.processes import keep_freed_memory
-from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
-from sglang_tiered.transfer.prefill.send_queue import Chunk
+from sglang_tiered.transfer.prefill import PrefillEndpoint
+from sglang_tiered.transfer.send_queue import Chunk
 from sglang_tiered.wire.keys import load_keys, make_keys
 from transfer_bench import decode_process
 from transfer_bench.mooncake import MooncakeEnd
@@ -65,8 +65,8 @@ class _Events:
     def room_dropped(self, room: int) -> None:
         """It ended before."""
 
-    def room_sent(self, room: int) -> None:
-        self._note("sent", room)
+    def room_done(self, room: int) -> None:
+        self._note("done", room)
 
     def room_failed(self, room: int, reason: str) -> None:
         self._failed[room] = reason
@@ -145,6 +145,7 @@ class _Sender:
             memories=pool.memories,
             rank=0,
             listener=self._events,
+            on_ready=self._events.room_ready,
             settings=settings,
             keys=load_keys(keys, "prefill") if has_keys else None,
         )
@@ -164,7 +165,7 @@ class _Sender:
         self._events.wait_for("ready", room)
         begun, cpu = time.perf_counter(), cpu_seconds()
         self._endpoint.send_chunk(room, Chunk(pages, 0, True, (), 0))
-        self._events.wait_for("sent", room)
+        self._events.wait_for("done", room)
         seconds, cpu = time.perf_counter() - begun, cpu_seconds() - cpu
         return seconds, cpu + _checked(self._pipe, self._pool, pages)
 

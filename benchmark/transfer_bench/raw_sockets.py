@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sglang_tiered.transfer.memory import SlabPiece
-from sglang_tiered.transfer.prefill.send_queue import TARGET_SLAB_BYTES, SlabSpec, cut_slabs
+from sglang_tiered.transfer.send_queue import TARGET_SLAB_BYTES, SlabSpec, cut_slabs
 
 if TYPE_CHECKING:
     import socket

@@ -20,12 +20,12 @@ import device as streams
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
-from sglang_tiered.transfer.layout import Pair, whole_pairs
+from sglang_tiered.transfer.decode import DecodeEndpoint
+from sglang_tiered.transfer.layout import whole_pieces
 from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories, SlabPiece
 from sglang_tiered.transfer.messages import KV_COMPONENT, PLAIN, KVLayout, Open, Slab
-from sglang_tiered.transfer.prefill.send_queue import Chunk, SendQueue, SlabBuffers, cut_slabs
 from sglang_tiered.transfer.same_host import Fence
+from sglang_tiered.transfer.send_queue import Chunk, SendQueue, SlabBuffers, cut_slabs
 from sglang_tiered.wire.keys import Tagger
 
 PAGES, PAGE_BYTES, BUFFERS = 8, 1 << 21, 4
@@ -74,7 +74,7 @@ class World:
         event.record(scheduling)
 
         memories = Memories(self.memory, [], HostMemory([]))
-        pairs = [Pair(index, index, PAGE_BYTES) for index in range(BUFFERS)]
+        pairs = [(piece, piece) for piece in whole_pieces(self.memory.buffers)]
         buffers = SlabBuffers(self.memory.new_buffer)
         queue = SendQueue(memories, pairs, LAYOUT, Tagger(b""), buffers, 1 << 30)
         is_computed = (done or are_done)(None, event)
@@ -135,7 +135,8 @@ class World:
         data = np.random.default_rng(2).integers(1, 256, size, dtype=np.uint8)
         sent = data.copy()
         slab = Slab(1, 1, 0, KV_COMPONENT, 0, 2, 0, len(CHOSEN), PLAIN, xxh3_64_intdigest(sent))
-        assert endpoint._rooms[1].land(slab, sent, whole_pairs(self.memory.buffers)[1::2], LAYOUT)
+        pairs = [(piece, piece) for piece in whole_pieces(self.memory.buffers)[1::2]]
+        assert endpoint._rooms[1].land(slab, sent, pairs, LAYOUT)
         sent[:] = 0  # the frame is the socket's again
         forward.synchronize()
         scheduling.synchronize()

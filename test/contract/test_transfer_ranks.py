@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 from transfer_pair import (
     SAME_HOST,
     TCP,
+    Decode,
     Prefill,
     Shape,
     decode,
@@ -27,7 +27,7 @@ from sglang_tiered.config import TransferConfig
 
 pytestmark = pytest.mark.timeout(60)
 
-BASE = Shape(num_pages=16, num_heads=4, head_bytes=16)
+SIZES = (1, 2, 4, 8)
 SOURCE_PAGES, PAGES = [3, 9, 4], [12, 2, 7]
 
 
@@ -37,9 +37,9 @@ def stack() -> Iterator[ExitStack]:
         yield open_ones
 
 
-def shape_of(tp_rank: int, tp_size: int, num_layers: int = 2, first_layer: int = 0) -> Shape:
-    place = {"tp_rank": tp_rank, "tp_size": tp_size, "first_layer": first_layer}
-    return replace(BASE, num_layers=num_layers, **place)
+def shape_of(rank: int = 0, tp: int = 1, num_heads: int = 4, layers: range = range(2)) -> Shape:
+    place: dict[str, Any] = {"tp_rank": rank, "tp_size": tp, "first_layer": layers.start}
+    return Shape(len(layers), num_pages=16, num_heads=num_heads, head_bytes=16, **place)
 
 
 def prefill_of(
@@ -50,47 +50,57 @@ def prefill_of(
     return one
 
 
-def serve(
-    room: int, prefills: Sequence[Prefill], *, aux: Sequence[int | None] | None = None
-) -> None:
-    for index, sender in enumerate(prefills):
-        sender.events.wait_for("ready", room)
-        sender.send(room, SOURCE_PAGES, aux_row=1 if aux is None else aux[index])
+def begin(prefills: Sequence[Prefill], receiver: Decode, **more: Any) -> None:
+    """Room 1, of one decode rank."""
+    for sender in prefills:
+        sender.endpoint.expect_room(1)
+    receiver.open(1, prefills, PAGES, **more)
+
+
+def serve(prefills: Sequence[Prefill], aux_rows: Sequence[int | None] = ()) -> None:
+    for sender, row in zip(prefills, aux_rows or [1] * len(prefills), strict=True):
+        sender.events.wait_for("ready", 1)
+        sender.send(1, SOURCE_PAGES, aux_row=row)
+
+
+def landed(receiver: Decode, whole: Any) -> None:
+    """All of a decode rank's share of the pages, and nothing else."""
+    receiver.events.wait_for("done", 1)
+    shape = receiver.pool.shape
+    expected = share_of(whole, shape)[:, SOURCE_PAGES]
+    assert np.array_equal(receiver.pool.pages(PAGES), expected), shape
+    assert not receiver.pool.pages([page for page in range(16) if page not in PAGES]).any()
 
 
 @pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp"),
-    [(1, 2), (2, 1), (4, 2), (2, 4), (1, 4), (4, 1), (8, 1), (8, 2), (8, 4), (1, 8), (4, 8)],
+    ("prefill_tp", "decode_tp"), [(one, two) for one in SIZES for two in SIZES if one != two]
 )
-@pytest.mark.parametrize("settings", [TCP, SAME_HOST], ids=["tcp", "same_host"])
+@pytest.mark.parametrize(
+    ("num_heads", "settings"), [*((size, TCP) for size in SIZES), (4, SAME_HOST)]
+)
 def test_every_decode_rank_gets_its_heads(
-    stack: ExitStack, prefill_tp: int, decode_tp: int, settings: TransferConfig
+    stack: ExitStack, prefill_tp: int, decode_tp: int, num_heads: int, settings: TransferConfig
 ) -> None:
-    """With 8 ranks and 4 heads, each head is on two of them. Parts of pages are never read out of
+    """With more ranks than heads, each head is on several. Parts of pages are never read out of
     prefill's memory, on the same machine either."""
-    whole = whole_kv(BASE, 2)
+    whole = whole_kv(shape_of(num_heads=num_heads), 2)
     prefills = [
-        prefill_of(stack, whole, shape_of(rank, prefill_tp), settings) for rank in range(prefill_tp)
+        prefill_of(stack, whole, shape_of(rank, prefill_tp, num_heads), settings)
+        for rank in range(prefill_tp)
     ]
     decodes = [
-        stack.enter_context(decode(shape_of(rank, decode_tp), settings=settings))
+        stack.enter_context(decode(shape_of(rank, decode_tp, num_heads), settings=settings))
         for rank in range(decode_tp)
     ]
-    for sender in prefills:
-        sender.endpoint.expect_room(1)
     for rank, receiver in enumerate(decodes):
         asked = [prefills[source] for source in sources_of(rank, prefill_tp, decode_tp)]
-        receiver.open(1, asked, PAGES, num_receivers=max(1, decode_tp // prefill_tp))
-    serve(1, prefills)
-    for rank, receiver in enumerate(decodes):
-        receiver.events.wait_for("received", 1)
-        expected = share_of(whole, shape_of(rank, decode_tp))[:, SOURCE_PAGES]
-        assert np.array_equal(receiver.pool.pages(PAGES), expected), rank
-        others = [page for page in range(BASE.num_pages) if page not in PAGES]
-        assert not receiver.pool.pages(others).any()
+        begin(asked, receiver, num_receivers=max(1, decode_tp // prefill_tp))
+    serve(prefills)
+    for receiver in decodes:
+        landed(receiver, whole)
         receiver.endpoint.close_room(1)
     for sender in prefills:
-        sender.events.wait_for("sent", 1)
+        sender.events.wait_for("done", 1)
         eventually(lambda sender=sender: sender.endpoint.num_rooms == 0)
 
 
@@ -98,49 +108,39 @@ def test_latent_kv_is_sent_by_one_rank(stack: ExitStack) -> None:
     shape = Shape(latent=True, num_layers=3)
     prefills = [stack.enter_context(prefill(shape, seed=5)) for _ in range(4)]
     receiver = stack.enter_context(decode(shape))
-    for sender in prefills:
-        sender.endpoint.expect_room(1)
-    receiver.open(1, prefills, PAGES, dummies=(1, 2, 3))
-    serve(1, prefills)
-    receiver.events.wait_for("received", 1)
+    begin(prefills, receiver, dummies=(1, 2, 3))
+    serve(prefills)
+    receiver.events.wait_for("done", 1)
     assert np.array_equal(receiver.pool.pages(PAGES), prefills[0].pool.pages(SOURCE_PAGES))
     for sender in prefills:
-        sender.events.wait_for("sent", 1)
-    assert [sender.endpoint.stats.sent_bytes > 0 for sender in prefills] == [True] + [False] * 3
+        sender.events.wait_for("done", 1)
+    assert [sender.endpoint.stats.wire_bytes > 0 for sender in prefills] == [True] + [False] * 3
 
 
-def test_pipeline_stages_send_layers_and_metadata(stack: ExitStack) -> None:
-    whole = whole_kv(BASE, 4)
-    stages = [prefill_of(stack, whole, shape_of(0, 1, 2, first)) for first in (0, 2)]
+@pytest.mark.parametrize("decode_tp", [1, 2])
+def test_pipeline_stages_send_layers_and_metadata(stack: ExitStack, decode_tp: int) -> None:
+    whole = whole_kv(shape_of(), 4)
+    stages = [
+        prefill_of(stack, whole, shape_of(layers=range(first, first + 2))) for first in (0, 2)
+    ]
     stages[1].pool.aux[:, 1] = 42
-    receiver = stack.enter_context(decode(shape_of(0, 1, 4)))
-    for sender in stages:
-        sender.endpoint.expect_room(1)
-    receiver.open(1, stages, PAGES)
-    serve(1, stages, aux=[None, 1])
-    receiver.events.wait_for("received", 1)
-    expected = share_of(whole, shape_of(0, 1, 4))[:, SOURCE_PAGES]
-    assert np.array_equal(receiver.pool.pages(PAGES), expected)
-    assert (receiver.pool.aux[:, 2] == 42).all()
-
-
-def test_missing_pipeline_stage_fails_the_room(stack: ExitStack) -> None:
-    whole = whole_kv(BASE, 4)
-    first = prefill_of(stack, whole, shape_of(0, 1, 2, 0))
-    receiver = stack.enter_context(decode(shape_of(0, 1, 4)))
-    first.endpoint.expect_room(1)
-    receiver.open(1, [first], PAGES)
-    serve(1, [first])
-    assert "bytes of KV" in receiver.events.wait_for("failed", 1)[2]
+    decodes = [
+        stack.enter_context(decode(shape_of(rank, decode_tp, layers=range(4))))
+        for rank in range(decode_tp)
+    ]
+    for receiver in decodes:
+        begin(stages, receiver, num_receivers=decode_tp)
+    serve(stages, [None, 1])
+    for receiver in decodes:
+        landed(receiver, whole)
+        assert (receiver.pool.aux[:, 2] == 42).all()
 
 
 def test_one_failing_rank_fails_the_room(stack: ExitStack) -> None:
-    whole = whole_kv(BASE, 2)
+    whole = whole_kv(shape_of(), 2)
     prefills = [prefill_of(stack, whole, shape_of(rank, 2)) for rank in range(2)]
-    receiver = stack.enter_context(decode(shape_of(0, 1)))
-    for sender in prefills:
-        sender.endpoint.expect_room(1)
-    receiver.open(1, prefills, PAGES)
+    receiver = stack.enter_context(decode(shape_of()))
+    begin(prefills, receiver)
     for sender in prefills:
         sender.events.wait_for("ready", 1)
     prefills[0].send(1, SOURCE_PAGES)

@@ -18,7 +18,6 @@ import zmq
 from transfer_pair import IMPATIENT, Decode, Prefill, Shape, decode, pair_keys, prefill
 
 from kit.waiting import eventually
-from sglang_tiered.transfer.decode.endpoint import DecodeTarget
 from sglang_tiered.transfer.messages import VERSION_FRAME
 
 pytestmark = pytest.mark.timeout(60)
@@ -102,7 +101,7 @@ FAULTS: dict[str, tuple[Change | str, float, set[str]]] = {
 
 def hand_over(sender: Prefill, receiver: Decode) -> list[int]:
     """Rooms one after the other started, all under way at once. Returns those received."""
-    target = [DecodeTarget(sender.address)]
+    target = [sender.address]
     for room in range(NUM_ROOMS):
         sender.endpoint.expect_room(room)
         receiver.open(room, [sender], pages_of(room))
@@ -118,12 +117,12 @@ def hand_over(sender: Prefill, receiver: Decode) -> list[int]:
                     part = sources_of(room)[start : start + 2]
                     is_last = start + 2 == PAGES_PER_ROOM
                     sender.send(room, part, start=start, is_last=is_last)
-            if "received" in theirs and ({"sent", "failed"} & set(ours)):
+            if "done" in theirs and ({"done", "failed"} & set(ours)):
                 received.append(room)
                 pending.discard(room)
             elif "failed" in theirs and "failed" in ours:
                 pending.discard(room)
-            elif "failed" in theirs and "sent" in ours:
+            elif "failed" in theirs and "done" in ours:
                 raise AssertionError(f"prefill freed room {room}, which decode did not get")
         return not pending
 
@@ -182,8 +181,8 @@ def recovers(sender: Prefill, receiver: Decode) -> bool:
     eventually(lambda: sender.events.kinds(room) or receiver.events.kinds(room))
     if sender.events.kinds(room) == ["ready"]:
         sender.send(room, [3])
-    eventually(lambda: {"received", "failed"} & set(receiver.events.kinds(room)))
-    is_received = "received" in receiver.events.kinds(room)
+    eventually(lambda: {"done", "failed"} & set(receiver.events.kinds(room)))
+    is_received = "done" in receiver.events.kinds(room)
     receiver.endpoint.close_room(room)
     if is_received:
         assert np.array_equal(receiver.pool.pages([63]), sender.pool.pages([3]))

@@ -71,7 +71,7 @@ def test_requests_wait_until_both_models_are_known(model: bytes) -> None:
         for room in (1, 2):
             sender.events.wait_for("ready", room)
             sender.send(room, [8, 9])
-            receiver.events.wait_for("received", room)
+            receiver.events.wait_for("done", room)
             assert (receiver.pool.pages([1, 2]) == sender.pool.pages([8, 9])).all()
 
 

@@ -31,9 +31,8 @@ from transfer_strangers import strange_prefill
 
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages
-from sglang_tiered.transfer.decode import rooms as receiving
-from sglang_tiered.transfer.decode.endpoint import DecodeTarget
-from sglang_tiered.transfer.prefill.send_queue import TARGET_SLAB_BYTES, Chunk
+from sglang_tiered.transfer import rooms as receiving
+from sglang_tiered.transfer.send_queue import TARGET_SLAB_BYTES, Chunk
 
 pytestmark = pytest.mark.timeout(60)
 SETTINGS = TCP
@@ -61,8 +60,8 @@ def bring(sender: Prefill, receiver: Decode, state: str, room: int = 1) -> None:
         sender.endpoint.send_chunk(room, Chunk(indices([8, 9]), 0, True, [], 1, never.is_set))
     elif state == "concluded":
         sender.send(room, [8, 9])
-        sender.events.wait_for("sent", room)
-        receiver.events.wait_for("received", room)
+        sender.events.wait_for("done", room)
+        receiver.events.wait_for("done", room)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -84,7 +83,7 @@ def test_decode_gives_up(state: str, sender: Prefill, receiver: Decode) -> None:
     bring(sender, receiver, state)
     receiver.endpoint.close_room(1)
     if state == "expected":
-        receiver.endpoint.abort_room(1, [DecodeTarget(sender.address)], "the client went away")
+        receiver.endpoint.abort_room(1, [sender.address], "the client went away")
     elif state == "opened":
         eventually(lambda: sender.endpoint.num_rooms == 0)
         sender.endpoint.expect_room(1)
@@ -92,7 +91,7 @@ def test_decode_gives_up(state: str, sender: Prefill, receiver: Decode) -> None:
         assert "dropped it" in sender.events.wait_for("failed", 1, 5)[2]
     sender.endpoint.drop_room(1)
     nothing_is_left(sender, receiver)
-    assert receiver.events.kinds(1) == (["received"] if state == "concluded" else [])
+    assert receiver.events.kinds(1) == (["done"] if state == "concluded" else [])
 
 
 def nothing_is_left(sender: Prefill, receiver: Decode) -> None:
@@ -102,10 +101,9 @@ def nothing_is_left(sender: Prefill, receiver: Decode) -> None:
     assert sender.endpoint.stats.num_sessions_lost == receiver.endpoint.stats.num_sessions_lost == 0
     for peer in sender.endpoint._peers:
         queue = peer.sending
-        eventually(lambda queue=queue: queue.credit_bytes == TCP.window_bytes)
-        assert not queue.queue
+        eventually(lambda queue=queue: queue.credit_bytes == TCP.window_bytes and not queue.queue)
         assert not queue.unconfirmed
-        assert not queue.rooms
+        assert not queue.num_made
 
 
 def test_a_received_room_survives_losing_prefill() -> None:
@@ -113,7 +111,7 @@ def test_a_received_room_survives_losing_prefill() -> None:
         with prefill() as sender:
             bring(sender, receiver, "concluded")
         receiver.events.wait_for("lost")
-        assert receiver.events.kinds(1) == ["received"]
+        assert receiver.events.kinds(1) == ["done"]
         receiver.endpoint.close_room(1)
         assert not receiver.endpoint.num_rooms
 
@@ -132,7 +130,7 @@ def test_late_slabs_of_an_earlier_room_never_land(receiver: Decode) -> None:
         assert not receiver.pool.kv.any()
         stranger.slab(second, payload)
         stranger.send(messages.Last(1, second.generation, 1, []))
-        receiver.events.wait_for("received", 1)
+        receiver.events.wait_for("done", 1)
         assert receiver.pool.pages([7]).tobytes() == payload
 
 
@@ -191,7 +189,7 @@ def test_a_pool_that_fails_costs_only_its_room(
         sender.send(room, [page])
     for events in (sender.events, receiver.events):
         assert "device lost" in events.wait_for("failed", 1, 5)[2]
-    receiver.events.wait_for("received", 2)
+    receiver.events.wait_for("done", 2)
     receiver.endpoint.close_room(2)
     nothing_is_left(sender, receiver)
 
@@ -227,7 +225,7 @@ def test_a_slab_checked_during_close_never_lands(
     leave.set()
     # The end, which is late now, comes after it. Prefill may hear of it before the abort.
     eventually(lambda: receiver.endpoint.stats.num_late)
-    eventually(lambda: {"failed", "sent"} & set(sender.events.kinds(1)))
+    eventually(lambda: {"failed", "done"} & set(sender.events.kinds(1)))
     assert not receiver.pool.kv.any()
 
 
@@ -242,12 +240,12 @@ def test_a_slow_reader_is_bounded_delaying_no_other() -> None:
         meet(sender, slow, 1, range(64))
         leave = hold(slow.endpoint)
         sender.send(1, range(64))
-        eventually(lambda: sender.endpoint.stats.sent_bytes >= settings.window_bytes)
-        under_way = sender.endpoint.stats.sent_bytes
+        eventually(lambda: sender.endpoint.stats.wire_bytes >= settings.window_bytes)
+        under_way = sender.endpoint.stats.wire_bytes
         hand_over(sender, quick, 2)
         assert under_way <= settings.window_bytes + TARGET_SLAB_BYTES
         leave.set()
-        slow.events.wait_for("received", 1)
+        slow.events.wait_for("done", 1)
         assert np.array_equal(slow.pool.kv, sender.pool.kv)
 
 
@@ -281,7 +279,7 @@ def test_rooms_without_socket_fail_and_later_ones_work(files: int, sender: Prefi
         with silent_addresses() as addresses, decode(settings=IMPATIENT) as receiver:
             before = len(os.listdir("/proc/self/fd"))
             for room, address in enumerate(addresses):
-                receiver.endpoint.claim_room(room, [DecodeTarget(address)])
+                receiver.endpoint.claim_room(room, [address])
                 receiver.open(room, [address], [0])
             receiver.events.wait_for("failed")
             taken = len(os.listdir("/proc/self/fd")) - before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 
 from sglang_tiered.config import TransferConfig
-from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, DecodeTarget
+from sglang_tiered.transfer.decode import DecodeEndpoint
 from sglang_tiered.transfer.layout import heads_of_rank
 from sglang_tiered.transfer.memory import Buffer, HostMemory, Memories
 from sglang_tiered.transfer.messages import NOTHING_MORE, Asked, KVLayout, StateLayout
-from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
-from sglang_tiered.transfer.prefill.send_queue import Chunk
+from sglang_tiered.transfer.prefill import PrefillEndpoint
+from sglang_tiered.transfer.send_queue import Chunk
 from sglang_tiered.wire.keys import load_keys, make_keys
 
 if TYPE_CHECKING:
@@ -146,11 +146,8 @@ class Recorder:
     def room_dropped(self, room: int) -> None:
         """It ended before."""
 
-    def room_sent(self, room: int) -> None:
-        self._note("sent", room)
-
-    def room_received(self, room: int, rank: int = 0) -> None:
-        self._note("received", room)
+    def room_done(self, room: int) -> None:
+        self._note("done", room)
 
     def room_failed(self, room: int, reason: str) -> None:
         self._note("failed", room, reason)
@@ -213,7 +210,7 @@ class Decode:
     events: Recorder
 
     def claim(self, room: int, prefills: Sequence[Prefill]) -> None:
-        self.endpoint.claim_room(room, [DecodeTarget(item.address) for item in prefills])
+        self.endpoint.claim_room(room, [item.address for item in prefills])
 
     def open(
         self,
@@ -228,13 +225,11 @@ class Decode:
         dummies: Sequence[int] = (),
         asked: Asked = NOTHING_MORE,
     ) -> None:
-        targets = [
-            DecodeTarget(item if isinstance(item, tuple) else item.address, index in dummies)
-            for index, item in enumerate(prefills)
-        ]
+        targets = [item if isinstance(item, tuple) else item.address for item in prefills]
         self.endpoint.open_room(
             room,
             targets,
+            dummies=[targets[index] for index in dummies],
             pages=indices(pages),
             state_rows=[None if item is None else indices(item) for item in state_rows],
             aux_row=aux_row,
@@ -272,14 +267,13 @@ def prefill(
         memories=pool.memories,
         rank=rank,
         listener=events,
+        on_ready=events.room_ready,
         settings=settings,
         keys=keys,
     )
     endpoint.set_model(model)
-    try:
+    with closing(endpoint):
         yield Prefill(pool, endpoint, events)
-    finally:
-        endpoint.close()
 
 
 @contextmanager
@@ -296,14 +290,13 @@ def decode(
         layout=pool.layout,
         memories=pool.memories,
         listener=events,
+        on_lost=events.prefill_lost,
         settings=settings,
         keys=keys,
     )
     endpoint.set_model(model)
-    try:
+    with closing(endpoint):
         yield Decode(pool, endpoint, events)
-    finally:
-        endpoint.close()
 
 
 def meet(
@@ -336,7 +329,7 @@ def hand_over(sender: Prefill, receiver: Decode, room: int = 1) -> None:
     """Pages 8 and 9 of one to 1 and 2 of the other, as they are."""
     meet(sender, receiver, room)
     sender.send(room, [8, 9])
-    receiver.events.wait_for("received", room)
-    sender.events.wait_for("sent", room)
+    receiver.events.wait_for("done", room)
+    sender.events.wait_for("done", room)
     assert np.array_equal(receiver.pool.pages([1, 2]), sender.pool.pages([8, 9]))
     receiver.endpoint.close_room(room)

@@ -144,32 +144,20 @@ class StrangePrefill:
     def tell(self, message: Any) -> None:
         self.control.send_multipart([self.identity, VERSION_FRAME, encode(message)])
 
-    def slab(self, opened: messages.Open, payload: bytes, seq: int = 0, **changes: Any) -> None:
+    def slab(self, opened: messages.Open, payload: bytes, **changes: Any) -> None:
         """Pages of all buffers, in order; ``changes`` are the lies."""
-        pairs = len(self.layout.page_bytes)
-        header = messages.Slab(
-            opened.room,
-            opened.generation,
-            seq,
-            messages.KV_COMPONENT,
-            0,
-            pairs,
-            0,
-            opened.num_pages,
-            messages.PLAIN,
-            xxhash.xxh3_64_intdigest(payload),
-        )
+        header = self._header(opened, payload, messages.PLAIN)
         self.send(msgspec.structs.replace(header, **changes), payload)
 
     def name(self, opened: messages.Open, numbers: bytes, tagger: Tagger | None = None) -> None:
         """Pages that decode is to read, of all buffers, under a fence at no address."""
         payload = messages.WHERE.pack(0, 0) + numbers
-        cut = 0, len(self.layout.page_bytes), 0, opened.num_pages
-        header = messages.Slab(
-            *(opened.room, opened.generation, 0, messages.KV_COMPONENT, *cut, messages.NAMED),
-            xxhash.xxh3_64_intdigest(payload),
-        )
-        self.send(header, payload, tagger=tagger)
+        self.send(self._header(opened, payload, messages.NAMED), payload, tagger=tagger)
+
+    def _header(self, opened: messages.Open, payload: bytes, form: int) -> messages.Slab:
+        key, cut = (opened.room, opened.generation, 0), (0, len(self.layout.page_bytes), 0)
+        digest = xxhash.xxh3_64_intdigest(payload)
+        return messages.Slab(*key, messages.KV_COMPONENT, *cut, opened.num_pages, form, digest)
 
     def send(
         self, message: Any, *payload: bytes, tag: bytes | None = None, tagger: Tagger | None = None

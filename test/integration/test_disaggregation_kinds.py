@@ -1,5 +1,5 @@
 """Every kind of pair hands over what one server computes: ranks of other numbers, stages, replicas,
-keys, and pages received into host memory."""
+keys, pages received into host memory, and model families with other KV."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from instances import Instances, hands_over_what_one_server_computes
+from family_models import write_latent_attention, write_sliding_window
+from instances import COMMON, Instances, hands_over_what_one_server_computes
 
 from conftest import SENT_ON_ONE_HOST
-from prefill_decode import transfer_state
+from prefill_decode import ENVIRONMENT, PrefillDecode, transfer_state
 from server_process import Server
 from sglang_tiered.wire.keys import make_keys
 
@@ -65,3 +66,23 @@ def test_tokens_equal_those_of_one_server(
         assert after["transfer_bytes:same_host"] == before["transfer_bytes:same_host"], (
             "read from prefill's memory"
         )
+
+
+FAMILIES = {
+    "sliding_window_pools": write_sliding_window,
+    "latent_attention": write_latent_attention,
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_tokens_equal_those_of_one_server(name: str, model: Path, tmp_path: Path) -> None:
+    path = FAMILIES[name](model, tmp_path / "model")
+    single = Server.spawn(path, tmp_path / "single.log", *COMMON, environment=ENVIRONMENT)
+    pair = PrefillDecode.spawn(path, tmp_path, *COMMON, "--page-size", "64")
+    try:
+        pair.wait_until_ready()
+        single.wait_until_it_generates()
+        hands_over_what_one_server_computes(pair, single, 0)
+    finally:
+        pair.kill()
+        single.kill()

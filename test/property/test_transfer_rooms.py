@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sglang_tiered.config import TransferConfig
+from sglang_tiered.transfer import rooms as prefill_rooms
 from sglang_tiered.transfer.messages import Claim, Open
-from sglang_tiered.transfer.prefill import rooms as prefill_rooms
-from sglang_tiered.transfer.prefill.rooms import ANOTHER_NUMBER, RoomTable
+from sglang_tiered.transfer.rooms import ANOTHER_NUMBER, RoomTable
 
 MAX_ORPHANS, MAX_TOMBSTONES = 3, 4
 ORPHAN_TIMEOUT_S, TOMBSTONE_S = 10.0, 30.0

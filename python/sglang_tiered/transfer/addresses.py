@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+Address = tuple[str, int]
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 

@@ -8,8 +8,7 @@ encoded slab say how to read it: its codec follows from them too.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from collections import defaultdict, deque
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -35,24 +34,8 @@ _SAME = {
 """Of two layouts, with the flag that sets each. Elements matter to a codec only."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One buffer of each side. ``page_bytes`` of a page are sent; a slice of None is the whole
-    page."""
-
-    source: int
-    destination: int
-    page_bytes: int
-    source_slice: TokenSlice | None = None
-    destination_slice: TokenSlice | None = None
-
-    @property
-    def source_piece(self) -> SlabPiece:
-        return SlabPiece(self.source, self.page_bytes, self.source_slice)
-
-    @property
-    def destination_piece(self) -> SlabPiece:
-        return SlabPiece(self.destination, self.page_bytes, self.destination_slice)
+Pair = tuple[SlabPiece, SlabPiece]
+"""The same bytes of a page at the source and at the destination."""
 
 
 def heads_of_rank(rank: int, num_ranks: int, num_heads: int) -> range:
@@ -95,32 +78,36 @@ def pair_buffers(source: KVLayout, destination: KVLayout) -> list[Pair]:
         )
     by_layer = _by_layer(source, destination)
     total_heads = source.total_heads or destination.total_heads
-    if not total_heads or _tp(source) == _tp(destination):
+    if not total_heads or (source.tp_rank, source.tp_size) == (
+        destination.tp_rank,
+        destination.tp_size,
+    ):
         return [_whole(source, destination, a, b) for a, b in by_layer]
     sent = heads_of_rank(source.tp_rank, source.tp_size, total_heads)
     wanted = heads_of_rank(destination.tp_rank, destination.tp_size, total_heads)
-    shared = range(max(sent.start, wanted.start), min(sent.stop, wanted.stop))
-    if not shared or _is_repeated(source, destination, sent, total_heads):
+    if not _shared(sent, wanted) or _is_repeated(source, destination, sent, total_heads):
         return []
-    return [
-        _sliced(source, destination, (a, b), (sent, wanted, shared), source.page_size)
-        for a, b in by_layer
-    ]
+    return [_sliced(source, destination, a, b, sent, wanted) for a, b in by_layer]
 
 
-def whole_pairs(buffers: Sequence[Buffer]) -> list[Pair]:
-    """Each buffer with itself, whole rows: how state components travel."""
-    return [Pair(index, index, buffer.page_bytes) for index, buffer in enumerate(buffers)]
+def whole_pieces(buffers: Sequence[Buffer]) -> list[SlabPiece]:
+    """Whole rows of each buffer: how state components travel."""
+    return [SlabPiece(index, buffer.page_bytes) for index, buffer in enumerate(buffers)]
 
 
-def slab_codec(layout: KVLayout, pairs: Sequence[Pair], num_pages: int) -> PageCodec | None:
-    """The codec of slabs of ``pairs``, each of consecutive tokens; None where slabs go as they are.
-    A slab that does not divide into whole elements has another length, and is stored exactly."""
+def are_whole(pairs: Sequence[Pair]) -> bool:
+    """Whether pages need not be cut, on either side."""
+    return all(piece.part is None for pair in pairs for piece in pair)
+
+
+def slab_codec(layout: KVLayout, pieces: Sequence[SlabPiece], num_pages: int) -> PageCodec | None:
+    """The codec of slabs of KV, each of consecutive tokens; None where slabs go as they are. A
+    slab that does not divide into whole elements has another length, and is stored exactly."""
     if layout.codec == NO_CODEC:
         return None
     dtype = layout.element or "uint8"
     channel_bytes = layout.page_size * ITEM_BYTES[dtype]
-    widths = tuple(max(1, pair.page_bytes // channel_bytes) for pair in pairs)
+    widths = tuple(max(1, piece.page_bytes // channel_bytes) for piece in pieces)
     return _codec(layout.codec, dtype, num_pages * layout.page_size, widths)
 
 
@@ -129,10 +116,6 @@ def _codec(name: str, dtype: str, num_tokens: int, widths: tuple[int, ...]) -> P
     axes = ("token", "channel")
     segments = tuple(SegmentLayout(axes, (num_tokens, width)) for width in widths)
     return make_codec(name, PageLayout(dtype=dtype, segments=segments))
-
-
-def _tp(layout: KVLayout) -> tuple[int, int]:
-    return layout.tp_rank, layout.tp_size
 
 
 def _kinds(layout: KVLayout) -> str:
@@ -150,22 +133,17 @@ def _is_repeated(source: KVLayout, destination: KVLayout, heads: range, total_he
 
 def _by_layer(source: KVLayout, destination: KVLayout) -> list[tuple[int, int]]:
     """Pairs the buffers of each layer, the n-th with the n-th (K with K, V with V)."""
-    wanted: dict[tuple[int, int], int] = {}
-    seen: Counter[int] = Counter()
+    wanted: defaultdict[int, deque[int]] = defaultdict(deque)
     for index, layer in enumerate(destination.layer_ids):
-        wanted[layer, seen[layer]] = index
-        seen[layer] += 1
+        wanted[layer].append(index)
     pairs = []
-    seen.clear()
     for index, layer in enumerate(source.layer_ids):
-        match = wanted.get((layer, seen[layer]))
-        if match is None:
+        if not wanted[layer]:
             raise TransferError(
                 f"prefill holds KV of layer {layer} that decode does not; serve the same model "
                 "with the same --pp-size or --pp-size 1 on decode."
             )
-        pairs.append((index, match))
-        seen[layer] += 1
+        pairs.append((index, wanted[layer].popleft()))
     return pairs
 
 
@@ -176,18 +154,15 @@ def _whole(source: KVLayout, destination: KVLayout, a: int, b: int) -> Pair:
             f"a page of layer {source.layer_ids[a]} has {sent} bytes on prefill and {wanted} on "
             "decode; serve the same model with the same flags on both."
         )
-    return Pair(a, b, sent)
+    return SlabPiece(a, sent), SlabPiece(b, sent)
 
 
 def _sliced(
-    source: KVLayout,
-    destination: KVLayout,
-    buffers: tuple[int, int],
-    heads: tuple[range, range, range],
-    page_size: int,
+    source: KVLayout, destination: KVLayout, a: int, b: int, sent: range, wanted: range
 ) -> Pair:
-    a, b = buffers
-    sent, wanted, shared = heads
+    """The heads of a buffer that both ranks have: ``sent`` are all of prefill's, ``wanted`` all of
+    decode's."""
+    page_size, shared = source.page_size, _shared(sent, wanted)
     source_token, source_rest = divmod(source.page_bytes[a], page_size)
     destination_token, destination_rest = divmod(destination.page_bytes[b], page_size)
     head_bytes, rest = divmod(source_token, len(sent))
@@ -197,17 +172,15 @@ def _sliced(
             f"heads on prefill and {destination_token} for {len(wanted)} on decode, which is not a "
             "split by heads; give both the same --tp-size."
         )
+    num_bytes = len(shared) * head_bytes
 
-    def part(own: range, token_bytes: int) -> TokenSlice | None:
-        if own == shared:
-            return None
+    def piece(buffer: int, own: range) -> SlabPiece:
         low = (shared.start - own.start) * head_bytes
-        return TokenSlice(token_bytes, low, low + len(shared) * head_bytes)
+        part = TokenSlice(len(own) * head_bytes, low, low + num_bytes)
+        return SlabPiece(buffer, num_bytes * page_size, None if own == shared else part)
 
-    return Pair(
-        a,
-        b,
-        len(shared) * head_bytes * page_size,
-        part(sent, source_token),
-        part(wanted, destination_token),
-    )
+    return piece(a, sent), piece(b, wanted)
+
+
+def _shared(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))

@@ -1,22 +1,22 @@
 """Access to pages: gather out of and scatter into the buffers of a KV pool.
 
-``PagedMemory`` is what the endpoints need; ``HostMemory`` serves pools in ordinary memory (SGLang
-on a CPU, and SGLang's host pool). Device pools implement it in ``integration``.
+``HostMemory`` serves pools in ordinary memory (SGLang on a CPU, and SGLang's host pool), and
+``integration`` those of devices.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sglang_tiered.errors import TransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 Pages = np.ndarray[Any, np.dtype[np.int32]]
@@ -30,6 +30,10 @@ class Buffer:
     address: int
     num_bytes: int
     page_bytes: int
+
+    @property
+    def num_pages(self) -> int:
+        return self.num_bytes // self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +58,27 @@ class SlabPiece:
     part: TokenSlice | None = None
 
 
-class PagedMemory(Protocol):
-    """The pages of one pool. Called on the endpoint's thread only.
+class PagedMemory:
+    """The pages of one pool. Called on the endpoint's thread only, with page numbers that have
+    passed ``check_pages``. What is here is right for memory that all threads see alike."""
 
-    Page numbers must have passed ``check_pages``.
-    """
+    is_host = True
+    """Whether another process of this machine could read the buffers."""
 
-    @property
-    def buffers(self) -> Sequence[Buffer]: ...
-
-    @property
-    def is_host(self) -> bool:
-        """Whether another process of this machine could read the buffers."""
-        ...
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self.buffers = tuple(buffers)
 
     def enter_thread(self) -> None:
         """The endpoint's thread calls this before all else."""
-        ...
 
     def new_buffer(self, num_bytes: int) -> Bytes:
         """Host memory that a slab is best gathered into; freed with its last reference."""
-        ...
+        return np.empty(num_bytes, np.uint8)
 
     def place(self, pages: Pages) -> Any:
         """The numbers of a chunk's pages where ``begin_gather`` reads them: once for all slabs of
         the chunk. Can be sliced as ``pages`` can."""
-        ...
+        return pages
 
     def begin_gather(
         self, pieces: Sequence[SlabPiece], placed: Any, out: Bytes
@@ -87,58 +86,41 @@ class PagedMemory(Protocol):
         """Begin to copy pages to ``out``: one piece after the other, in each the pages in order.
         Filled once the returned call has returned; until then ``out`` must not be used for
         something else. The pages must have been computed."""
-        ...
+        raise NotImplementedError
 
     def scatter_slab(self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes) -> None:
         """Copy ``data`` into pages, the inverse of a gather; ``data`` is free on return."""
-        ...
+        raise NotImplementedError
 
     def flush(self) -> None:
         """Wait until everything scattered so far may be read."""
-        ...
 
 
-class HostMemory:
+class HostMemory(PagedMemory):
     """Buffers in this process's memory, by address. The caller keeps the pool alive."""
 
-    is_host = True
-
     def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self.buffers = tuple(buffers)
+        super().__init__(buffers)
         self._views = []
         for buffer in self.buffers:
-            rows = buffer.num_bytes // buffer.page_bytes
-            memory: Any = (ctypes.c_ubyte * (rows * buffer.page_bytes)).from_address(buffer.address)
-            self._views.append(np.frombuffer(memory, np.uint8).reshape(rows, buffer.page_bytes))
-
-    def enter_thread(self) -> None:
-        """Does nothing: all threads see this memory alike."""
-
-    def new_buffer(self, num_bytes: int) -> Bytes:
-        return np.empty(num_bytes, np.uint8)
-
-    def place(self, pages: Pages) -> Pages:
-        return pages
+            shape = buffer.num_pages, buffer.page_bytes
+            memory: Any = (ctypes.c_ubyte * (shape[0] * shape[1])).from_address(buffer.address)
+            self._views.append(np.frombuffer(memory, np.uint8).reshape(shape))
 
     def begin_gather(
         self, pieces: Sequence[SlabPiece], placed: Pages, out: Bytes
     ) -> Callable[[], None]:
         """Copies when it is waited for: nothing else would do it meanwhile."""
-        return partial(self._gather_slab, pieces, placed, out)
 
-    def _gather_slab(self, pieces: Sequence[SlabPiece], pages: Pages, out: Bytes) -> None:
-        offset = 0
-        for piece in pieces:
-            size = piece.page_bytes * len(pages)
-            self.gather(piece.buffer, pages, piece.part, out[offset : offset + size])
-            offset += size
+        def gather() -> None:
+            for piece, part in _parts(pieces, placed, out):
+                self.gather(piece.buffer, placed, piece.part, part)
+
+        return gather
 
     def scatter_slab(self, pieces: Sequence[SlabPiece], pages: Pages, data: Bytes) -> None:
-        offset = 0
-        for piece in pieces:
-            size = piece.page_bytes * len(pages)
-            self.scatter(piece.buffer, pages, piece.part, data[offset : offset + size])
-            offset += size
+        for piece, part in _parts(pieces, pages, data):
+            self.scatter(piece.buffer, pages, piece.part, part)
 
     def gather(self, buffer: int, pages: Pages, part: TokenSlice | None, out: Bytes) -> None:
         """Copy pages of one buffer to ``out`` [num_pages * bytes], in order."""
@@ -160,21 +142,28 @@ class HostMemory:
             tokens = view.reshape(len(view), -1, part.token_bytes)[:, :, part.low : part.high]
             tokens[pages] = data.reshape(len(pages), -1, part.num_bytes)
 
-    def flush(self) -> None:
-        """Does nothing: host writes are visible at once."""
+
+def _parts(
+    pieces: Sequence[SlabPiece], pages: Pages, data: Bytes
+) -> Iterator[tuple[SlabPiece, Bytes]]:
+    """Each piece of a slab with its bytes."""
+    start = 0
+    for piece in pieces:
+        end = start + piece.page_bytes * len(pages)
+        yield piece, data[start:end]
+        start = end
 
 
-def check_pages(buffers: Sequence[Buffer], pages: Pages, who: str) -> None:
+def check_pages(buffers: Sequence[Buffer], pages: Pages, who: str = "the scheduler") -> None:
     """Raises ``TransferError`` unless every buffer has all of ``pages``. ``who`` named them."""
     if not len(pages):
         return
     low, high = int(pages.min()), int(pages.max())
     for index, buffer in enumerate(buffers):
-        num_pages = buffer.num_bytes // buffer.page_bytes
-        if low < 0 or high >= num_pages:
-            page = low if low < 0 else high
+        if low < 0 or high >= buffer.num_pages:
             raise TransferError(
-                f"{who} names page {page}, but buffer {index} has pages 0 to {num_pages - 1}."
+                f"{who} names page {low if low < 0 else high}, but buffer {index} has pages 0 to "
+                f"{buffer.num_pages - 1}."
             )
 
 
@@ -195,3 +184,14 @@ class Memories:
         """The endpoint's thread calls this before all else."""
         for memory in (self.kv, *self.states):
             memory.enter_thread()
+
+    def count_rows(self, state_rows: Sequence[Pages | None], aux_row: int | None) -> list[int]:
+        """The number of rows of each state. Raises ``TransferError`` for rows that the states or
+        the metadata do not have."""
+        check_pages(self.aux.buffers, one_row(aux_row))
+        counts = []
+        for memory, rows in zip_longest(self.states, state_rows[: len(self.states)]):
+            if rows is not None:
+                check_pages(memory.buffers, rows)
+            counts.append(0 if rows is None else len(rows))
+        return counts

@@ -1,8 +1,7 @@
 """Reading another process's pages on the same machine: ``process_vm_readv(2)``.
 
-Pages are copied once, pool to pool, by the reader: no other process writes into its memory. It
-needs the right to trace the other process (same user, and where Yama restricts that, the permission
-given with ``prctl(PR_SET_PTRACER)``).
+Pages are copied once, pool to pool, by the reader. It needs the right to trace the other process:
+same user, and where Yama restricts that, the permission given with ``prctl(PR_SET_PTRACER)``.
 
 The kernel says which processes are involved, not the peers. Prefill listens at a ``Door``, an
 abstract Unix socket for datagrams; decode sends the token of their session there. Each learns the
@@ -50,15 +49,9 @@ _PR_SET_PTRACER = 0x59616D61
 
 _libc = ctypes.CDLL(None, use_errno=True)
 with contextlib.suppress(AttributeError):  # not on this system: ``PeerMemory`` then never works
+    _VECTORS = ctypes.c_void_p, ctypes.c_ulong
     _libc.process_vm_readv.restype = ctypes.c_ssize_t
-    _libc.process_vm_readv.argtypes = [
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    ]
+    _libc.process_vm_readv.argtypes = [ctypes.c_int, *_VECTORS, *_VECTORS, ctypes.c_ulong]
 
 
 def _may_be_read_by(pid: int) -> None:
@@ -80,12 +73,14 @@ def _credentials(ancillary: Sequence[tuple[int, int, bytes]]) -> tuple[int, int]
     return pid, uid
 
 
-def _receive(connection: socket.socket, max_bytes: int) -> tuple[bytes, int, int, Any]:
-    """A datagram, the process and user that sent it, and from where. Raises ``OSError``."""
+def _receive(connection: socket.socket, max_bytes: int) -> tuple[bytes, int, Any]:
+    """A datagram, the process that sent it (0 if it is not to be talked to: another user's, or in
+    another process namespace), and from where. Raises ``OSError``."""
     # Without room for more: a file that came along would be opened here.
     room = socket.CMSG_LEN(_CREDENTIALS.size)
     data, ancillary, _, address = connection.recvmsg(max_bytes, room)
-    return data, *_credentials(ancillary), address
+    pid, uid = _credentials(ancillary)
+    return data, pid if uid == os.geteuid() else 0, address
 
 
 class Door:
@@ -109,8 +104,8 @@ class Door:
         other users are turned away."""
         with contextlib.suppress(BlockingIOError):
             for _ in range(MAX_VISITS):
-                token, pid, uid, address = _receive(self._socket, messages.TOKEN_BYTES)
-                if pid and uid == os.geteuid() and address:
+                token, pid, address = _receive(self._socket, messages.TOKEN_BYTES)
+                if pid and address:
                     yield token, pid, address
 
     def admit(self, pid: int, address: Any, buffers: Sequence[Buffer]) -> Tagger | None:
@@ -211,9 +206,9 @@ class PeerMemory:
                 logger.info("KV transfer: pages are sent over TCP (%s)", error)
         return self._tagger is not None and self._tagger.is_right(tag, *parts)
 
-    def _take_offer(self, answer: bytes, pid: int, uid: int, _: Any) -> None:
+    def _take_offer(self, answer: bytes, pid: int, _: Any) -> None:
         """Raises ``TransferError`` or ``OSError`` for one that cannot be used."""
-        if not pid or uid != os.geteuid():
+        if not pid:
             raise TransferError("prefill is another user's, or in another process namespace.")
         offer = sockets.decode(answer, messages.offer)
         if len(offer.buffers) != self._num_buffers:
@@ -247,27 +242,27 @@ class PeerMemory:
             local = _vectors(buffer.address, runs, lengths, size)
             for low in range(0, len(local), _IOV_MAX):
                 part = slice(low, low + _IOV_MAX)
-                total = int(local[part, 1].sum())
-                error = self._read(local[part], remote[part], total)
+                error = self._read(local[part], remote[part])
                 if error is not None:
                     return error
-        return self.check() or self._check_fence(*fence)
-
-    def _check_fence(self, address: int, value: int) -> str | None:
         word = np.zeros(1, np.uint64)
-        local = np.array([[word.ctypes.data, word.nbytes]], np.uint64)
-        error = self._read(local, np.array([[address, word.nbytes]], np.uint64), word.nbytes)
-        if error is None and int(word[0]) != value:
+        local, remote = (
+            np.array([[address, word.nbytes]], np.uint64)
+            for address in (word.ctypes.data, fence[0])
+        )
+        error = self.check() or self._read(local, remote)
+        if error is None and int(word[0]) != fence[1]:
             return "its pages are another request's by now"
         return error
 
-    def _read(self, local: Any, remote: Any, num_bytes: int) -> str | None:
+    def _read(self, local: Any, remote: Any) -> str | None:
+        size = int(local[:, 1].sum())
         read = _libc.process_vm_readv(
             self._pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
         )
-        if read == num_bytes:
+        if read == size:
             return None
-        return os.strerror(ctypes.get_errno()) if read < 0 else f"{read} of {num_bytes} bytes"
+        return os.strerror(ctypes.get_errno()) if read < 0 else f"{read} of {size} bytes"
 
 
 def _runs(source_pages: Pages, pages: Pages) -> tuple[Any, Any, Any]:

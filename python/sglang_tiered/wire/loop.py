@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -27,19 +27,6 @@ GOODBYE_MS = 200
 """The time that a last message has to leave the machine before its socket is closed."""
 
 logger = logging.getLogger(__name__)
-
-
-class HasFileno(Protocol):
-    def fileno(self) -> int: ...
-
-
-Source = zmq.Socket[bytes] | HasFileno
-"""A socket of ZeroMQ, or a file of the system."""
-
-
-def _key(source: Source) -> zmq.Socket[bytes] | int:
-    """The name that the poller gives a source."""
-    return source if isinstance(source, zmq.Socket) else source.fileno()
 
 
 class EndpointLoop:
@@ -82,10 +69,11 @@ class EndpointLoop:
         """Run this too, for another endpoint of the same thread. Loop thread only."""
         self._ticks.append(tick)
 
-    def add_socket(self, source: Source, handler: Callable[[], None]) -> None:
-        """Serve a socket: ``handler`` reads what is there without blocking. Loop thread only."""
-        self._handlers[_key(source)] = handler
-        self._poller.register(_key(source), zmq.POLLIN)
+    def add_socket(self, socket: zmq.Socket[bytes] | int, handler: Callable[[], None]) -> None:
+        """Serve a socket, of ZeroMQ or by its file number: ``handler`` reads what is there without
+        blocking. Loop thread only."""
+        self._handlers[socket] = handler
+        self._poller.register(socket, zmq.POLLIN)
 
     def remove_socket(self, socket: zmq.Socket[bytes], linger_ms: int = 0) -> None:
         """Stop serving a socket and close it; its last messages have ``linger_ms`` to go out, in
@@ -114,9 +102,9 @@ class EndpointLoop:
                     for tick in self._ticks:
                         self._guard(tick, now)
         finally:
-            for source in list(self._handlers):
-                if isinstance(source, zmq.Socket):
-                    self.remove_socket(source)
+            for socket in list(self._handlers):
+                if isinstance(socket, zmq.Socket):
+                    self.remove_socket(socket)
             with self._wake_lock:
                 if self._wake is not None:
                     os.close(self._wake)

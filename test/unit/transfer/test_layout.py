@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from sglang_tiered.errors import TransferError
-from sglang_tiered.transfer.layout import pair_buffers
+from sglang_tiered.transfer.layout import are_whole, pair_buffers
 from sglang_tiered.transfer.messages import KVLayout, StateLayout
 
 ONE = KVLayout(4, "bfloat16", [128] * 4, [0, 1, 0, 1], 0, 1, 4, [StateLayout("swa", [8])], [24])
@@ -14,8 +14,8 @@ ONE = KVLayout(4, "bfloat16", [128] * 4, [0, 1, 0, 1], 0, 1, 4, [StateLayout("sw
 
 def test_the_same_layout_pairs_whole_pages() -> None:
     pairs = pair_buffers(ONE, ONE)
-    assert [(pair.source, pair.destination) for pair in pairs] == [(0, 0), (1, 1), (2, 2), (3, 3)]
-    assert all(pair.source_slice is pair.destination_slice is None for pair in pairs)
+    assert [(one.buffer, other.buffer) for one, other in pairs] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert are_whole(pairs)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from transfer_pair import Pool, Shape, indices
 from sglang_tiered.codecs.base import float32_to_bytes, to_float32
 from sglang_tiered.codecs.encoded import copied
 from sglang_tiered.errors import TransferError
-from sglang_tiered.transfer.decode.rooms import ReceiveRoom
-from sglang_tiered.transfer.layout import pair_buffers, slab_codec
+from sglang_tiered.transfer.layout import pair_buffers, slab_codec, whole_pieces
 from sglang_tiered.transfer.messages import ENCODED, KV_COMPONENT, KVLayout, Slab
+from sglang_tiered.transfer.rooms import ReceiveRoom
 
 SHAPE = Shape(page_size=16, num_pages=4)
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -39,7 +39,7 @@ def landed(pool: Pool, payload: Any, layout: KVLayout) -> Pool:
     """All pages of all buffers of ``pool``, encoded as ``payload``, in another pool."""
     target, pages = Pool(SHAPE), indices(range(SHAPE.num_pages))
     pairs, memories = pair_buffers(pool.layout, target.layout), target.memories
-    room = ReceiveRoom(1, 1, memories.kv, pages, [], memories.aux, None)
+    room = ReceiveRoom(1, 1, memories, memories.kv, pages, [], None)
     digest = xxhash.xxh3_64_intdigest(payload)
     slab = Slab(1, 1, 0, KV_COMPONENT, 0, len(pairs), 0, len(pages), ENCODED, digest)
     assert room.land(slab, payload, pairs, layout)
@@ -47,7 +47,7 @@ def landed(pool: Pool, payload: Any, layout: KVLayout) -> Pool:
 
 
 def encoded(pool: Pool, layout: KVLayout) -> Any:
-    codec = slab_codec(layout, pair_buffers(pool.layout, pool.layout), SHAPE.num_pages)
+    codec = slab_codec(layout, whole_pieces(pool.memories.kv.buffers), SHAPE.num_pages)
     assert codec is not None
     return copied(codec.encode((pool.kv.reshape(-1).data,)))
 

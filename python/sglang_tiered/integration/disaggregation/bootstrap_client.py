@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ipaddress
+import itertools
 import json
 import logging
 import math
@@ -11,7 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter, OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,7 @@ from sglang_tiered.transfer.addresses import is_own_address
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from sglang_tiered.transfer.decode.sessions import Address
+    from sglang_tiered.transfer.addresses import Address
 
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,7 @@ LOOKUP_RETRY_S = 0.5
 """Pause between two questions to a bootstrap server that does not answer."""
 
 MAX_WAITING = 4096
-"""Callbacks that wait for one server's answer, beyond which more are dropped; also rooms whose
-replica was asked for, over all servers, of which the oldest are dropped."""
+"""Rooms whose replica was asked for, over all servers. The oldest are dropped."""
 
 ROOMS_RETRY_S = 0.05
 """Pause between two questions to one server for the replicas that serve rooms."""
@@ -89,13 +89,11 @@ class BootstrapClient:
         self._manager = manager
         self._check_is_allowed = check_is_allowed
         self._lock = threading.Lock()
-        self._ranks: OrderedDict[str, dict[RankKey, Address]] = (
-            OrderedDict()
-        )  # least recently used first
+        # Least recently used first.
+        self._ranks: OrderedDict[str, dict[RankKey, Address]] = OrderedDict()
         self._failures: OrderedDict[str, tuple[float, str]] = OrderedDict()
-        self._running: set[str] = set()
+        self._running: dict[str, Future[list[Address]]] = {}  # lookups
         self._asked: Counter[str] = Counter()  # machines, by their address
-        self._waiting: dict[str, list[Callable[[list[Address]], None]]] = {}
         # For each (server, room): when its replica was first asked for, and the answer.
         self._replicas: OrderedDict[tuple[str, int], tuple[float, int | None]] = OrderedDict()
         self._rooms_asked_at: dict[str, float] = {}  # by server; infinite while one is asked
@@ -106,16 +104,17 @@ class BootstrapClient:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def ensure_known(self, server: str) -> bool:
-        """Whether a server is known by now; starts a lookup of one that is not."""
-        if self.mark_used(server):
-            return True
+        """Whether a server is known by now, which is remembered longer than those not asked for
+        since. Starts a lookup of one that is not."""
         with self._lock:
+            if server in self._ranks:
+                self._ranks.move_to_end(server)
+                return True
             failed_at, _ = self._failures.get(server, (-LOOKUP_RETRY_S, ""))
             has_rested = time.monotonic() - failed_at >= LOOKUP_RETRY_S
             has_thread = len(self._running) < MAX_LOOKUPS
             if server not in self._running and has_rested and has_thread:
-                self._running.add(server)
-                self._threads.submit(self._look_up, server)
+                self._running[server] = self._threads.submit(self._look_up, server)
         return False
 
     def sort_waiting(self, waiting: dict[str, list[Any]]) -> tuple[dict[str, list[Any]], list[Any]]:
@@ -141,13 +140,6 @@ class BootstrapClient:
                     self._manager.room_failed(receiver.bootstrap_room, reason)
         return known, remaining
 
-    def mark_used(self, server: str) -> bool:
-        """Remember a server longer than those not used since. Returns whether it is known."""
-        with self._lock:
-            if server in self._ranks:
-                self._ranks.move_to_end(server)
-            return server in self._ranks
-
     def rank_address(self, server: str, key: RankKey) -> Address | None:
         """Where a rank of a known server listens."""
         with self._lock:
@@ -162,17 +154,20 @@ class BootstrapClient:
 
     def call_with_ranks(self, server: str, callback: Callable[[list[Address]], None]) -> None:
         """Call ``callback`` with the addresses of all ranks of ``server``: at once if they are
-        known, else when a lookup finds them, on its thread. Never, if the lookup fails: no request
-        can have reached such a server. Nor while ``MAX_LOOKUPS`` run: its timeout tells prefill."""
+        known, else when a lookup ends, on its thread. There are none if it fails: no request can
+        have reached such a server. Never while ``MAX_LOOKUPS`` run: its timeout tells prefill."""
         self.ensure_known(server)
         with self._lock:
-            ranks = self._ranks.get(server)
-            if ranks is None and server in self._running:
-                waiting = self._waiting.setdefault(server, [])
-                if len(waiting) < MAX_WAITING:
-                    waiting.append(callback)
+            ranks, lookup = self._ranks.get(server), self._running.get(server)
+
+        def tell(found: Future[list[Address]]) -> None:
+            if not found.cancelled():
+                callback(found.result())
+
         if ranks is not None:
             callback(list(ranks.values()))
+        elif lookup is not None:
+            lookup.add_done_callback(tell)
 
     def replicas_of(self, server: str, rooms: list[int]) -> dict[str, int]:
         """The replica that serves each room whose replica is known by now; asks for the others.
@@ -202,9 +197,7 @@ class BootstrapClient:
         url, until = f"http://{server}/query_dp_ranks", time.monotonic() + LOOKUP_DEADLINE_S
         found: dict[int, int] = {}
         try:
-            host = server.rpartition(":")[0].strip("[]")
-            with self._asking(host), requests.Session() as session:
-                session.trust_env = False  # no proxy knows where instances are
+            with self._asking(server) as session:
                 said = _answer(session, "POST", url, until, {"bootstrap_rooms": rooms})
             found = _replicas_in(said, rooms)
         except Exception as error:
@@ -228,19 +221,18 @@ class BootstrapClient:
                 self._manager.prefill_info_table.pop(server, None)
         return servers
 
-    def _look_up(self, server: str) -> None:
+    def _look_up(self, server: str) -> list[Address]:
         # SGLang's lookup writes its result into the manager; this copy keeps it from the scheduler
         # until the ranks are known too.
         asked, ranks, reason = copy.copy(self._manager), {}, None
         asked.prefill_info_table = {}
         until = time.monotonic() + LOOKUP_DEADLINE_S
         try:
-            host = server.rpartition(":")[0].strip("[]")
-            self._check_is_allowed(host)
-            with self._asking(host):
+            self._check_is_allowed(_host_of(server))
+            with self._asking(server) as session:
                 # SGLang's own lookup: HTTP, with a timeout. Raises for servers that do not match.
                 if CommonKVManager.try_ensure_parallel_info(asked, server):
-                    ranks = _ranks_of(server, asked.prefill_info_table[server], until)
+                    ranks = _ranks_of(session, server, asked.prefill_info_table[server], until)
                 else:
                     reason = f"prefill bootstrap failed: the server at {server} does not answer"
         except Exception as error:
@@ -249,7 +241,7 @@ class BootstrapClient:
             reason = f"prefill bootstrap failed: the server at {server} cannot be used: {error}"
         dropped: list[str] = []
         with self._lock:
-            self._running.discard(server)
+            del self._running[server]
             self._failures.pop(server, None)
             if reason is None:
                 self._ranks[server] = ranks
@@ -262,22 +254,23 @@ class BootstrapClient:
             while len(self._ranks) > MAX_SERVERS:
                 dropped.append(self._ranks.popitem(last=False)[0])
                 self._manager.prefill_info_table.pop(dropped[-1], None)
-            waiting = self._waiting.pop(server, [])
         for other in dropped:
             drop_connections(self._manager, other)
-        for callback in waiting if reason is None else ():
-            callback(list(ranks.values()))
+        return list(ranks.values())
 
     @contextmanager
-    def _asking(self, host: str) -> Iterator[None]:
-        """Counts a question to a machine. Raises ``TransferError`` when too many are open there."""
-        machine = _machine_of(host)
+    def _asking(self, server: str) -> Iterator[requests.Session]:
+        """A session for a question to a server. Raises ``TransferError`` when too many are open at
+        its machine."""
+        machine = _machine_of(_host_of(server))
         with self._lock:
             if self._asked[machine] >= MAX_LOOKUPS_PER_MACHINE:
                 raise TransferError("its machine has not answered other questions yet")
             self._asked[machine] += 1
         try:
-            yield
+            with requests.Session() as session:
+                session.trust_env = False  # no proxy knows where instances are
+                yield session
         finally:
             with self._lock:
                 self._asked -= Counter([machine])  # drops zero counts
@@ -298,22 +291,24 @@ def check_num_ranks(info: Any) -> None:
         raise TransferError(f"it says that it has no ranks, or more than {MAX_RANKS}")
 
 
-def _ranks_of(server: str, info: Any, until: float) -> dict[RankKey, Address]:
+def _ranks_of(
+    session: requests.Session, server: str, info: Any, until: float
+) -> dict[RankKey, Address]:
     """The addresses of all ranks that concern this one, asked one by one. Raises ``TransferError``
     for a rank that the server does not know or describes wrongly, and for a late answer."""
     ranks: dict[RankKey, Address] = {}
-    with requests.Session() as session:
-        session.trust_env = False
-        for dp in range(info.dp_size):
-            for cp in info.target_cp_ranks:
-                for tp in info.target_tp_ranks:
-                    for pp in info.target_pp_ranks:
-                        url = (
-                            f"http://{server}/route?prefill_dp_rank={dp}&prefill_cp_rank={cp}"
-                            f"&target_tp_rank={tp}&target_pp_rank={pp}"
-                        )
-                        row = _answer(session, "GET", url, until)
-                        ranks[dp, cp, tp, pp] = _address_in(row, f"rank dp{dp} tp{tp} pp{pp}")
+    targets = info.target_cp_ranks, info.target_tp_ranks, info.target_pp_ranks
+    for dp, cp, tp, pp in itertools.product(range(info.dp_size), *targets):
+        url = (
+            f"http://{server}/route?prefill_dp_rank={dp}&prefill_cp_rank={cp}"
+            f"&target_tp_rank={tp}&target_pp_rank={pp}"
+        )
+        try:
+            row = msgspec.convert(_answer(session, "GET", url, until), _RankRow)
+        except msgspec.ValidationError as error:
+            at = f"rank dp{dp} tp{tp} pp{pp}"
+            raise TransferError(f"its {at} is at no address ({error})") from None
+        ranks[dp, cp, tp, pp] = row.rank_ip, row.rank_port
     return ranks
 
 
@@ -361,13 +356,8 @@ def _machine_of(host: str) -> str:
     return "here" if is_own_address(address) else address
 
 
-def _address_in(row: Any, rank: str) -> Address:
-    """The address in a bootstrap server's row. Raises ``TransferError`` for any other row."""
-    try:
-        parsed = msgspec.convert(row, _RankRow)
-    except msgspec.ValidationError as error:
-        raise TransferError(f"its {rank} is at no address ({error})") from None
-    return parsed.rank_ip, parsed.rank_port
+def _host_of(server: str) -> str:
+    return server.rpartition(":")[0].strip("[]")
 
 
 def address_of(host: str) -> str:

@@ -1,16 +1,14 @@
 """Loads on the decode side of a handoff: decode promises prefill only what is in memory already.
 
-Decode promises prefill a prefix as it reserves memory for a request, and prefill sends only what
-follows it. SGLang counts what storage holds into the promise and loads it afterwards. If less
-arrives (a damaged page, a read that fails, a load that no longer pays) there is no other source,
-and the request fails. SGLang can have prefill compute a prompt again, for weight updates, but
-without the request's adapter, grammar, images and log probabilities, so that does not help here.
+Prefill sends only what follows the prefix that decode promised. SGLang counts what storage holds
+into the promise and loads it afterwards. If less arrives (a damaged page, a load that no longer
+pays) there is no other source, and the request fails. Having prefill compute the prompt again does
+not help: SGLang does so without the request's adapter, grammar, images and log probabilities.
 
 So here the load comes first. It begins when the request comes, beside the handshake with prefill,
-and obeys the rules of every other load. It loads as much as pays, is deferred while others fill the
-window, agreed on by all ranks in the next step, and abandoned when waiting no longer pays. The
-request is held back until its load has ended, and then promised what device and host memory hold.
-The host copies are locked until they are on their way to the device.
+and obeys the rules of every other load. The request is held back until its load has ended, and then
+promised what device and host memory hold. The host copies are locked until they are on their way to
+the device.
 
 Hooks of ``DecodePreallocQueue`` and ``DecodeTransferQueue``, on the scheduler's thread. Every rank
 runs them in the same order over the same requests.

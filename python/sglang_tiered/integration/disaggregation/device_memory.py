@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sglang_tiered.transfer.memory import PagedMemory
 from sglang_tiered_kernels.page_copy import Band, PagedPool, gather, scatter, warm_up
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class _DeviceSlab:
     copied_out: Any = None
 
 
-class DeviceMemory:
-    """``PagedMemory`` over buffers of one device; ``cpu`` for tests. The caller keeps the pool
+class DeviceMemory(PagedMemory):
+    """Over buffers of one device; ``cpu`` for tests. The caller keeps the pool
     alive. Made on any thread, which compiles the copies of whole pages and of ``shares``; then used
     by the endpoint's.
 
@@ -82,7 +83,7 @@ class DeviceMemory:
     def __init__(
         self, buffers: Sequence[Buffer], device: str, shares: Sequence[TokenSlice] = ()
     ) -> None:
-        self.buffers = tuple(buffers)
+        super().__init__(buffers)
         self._device = torch.device(device)
         self._is_cuda = self._device.type == "cuda"
         self._module: Any = torch.get_device_module(self._device)
@@ -215,8 +216,7 @@ class DeviceMemory:
 
     def _view(self, buffer: Buffer) -> torch.Tensor:
         """[pages, page_bytes]"""
-        num_rows = buffer.num_bytes // buffer.page_bytes
-        size = num_rows * buffer.page_bytes
+        size = buffer.num_pages * buffer.page_bytes
         if self._is_cuda:
             flat = torch.as_tensor(_Pointer(buffer.address, size), device=self._device)
         else:
@@ -224,4 +224,4 @@ class DeviceMemory:
                 (ctypes.c_uint8 * size).from_address(buffer.address)
             )
             flat = torch.from_numpy(memory)
-        return flat.view(num_rows, buffer.page_bytes)
+        return flat.view(buffer.num_pages, buffer.page_bytes)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from sglang_tiered.config import TieredConfig
-    from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
-    from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
+    from sglang_tiered.transfer.decode import DecodeEndpoint
+    from sglang_tiered.transfer.prefill import PrefillEndpoint
 
 
 logger = logging.getLogger(__name__)
@@ -87,10 +87,9 @@ class HandedModel:
         self._is_stale = False
         self._complete: bytes | None = None  # the last model that was not replaced in part
         self._path_of_failed: str | None = None
-        self._version: Any = None
         _make(directory)
         identity = identify()
-        self._version = identity.get("weight_version")
+        self._version: Any = identity.get("weight_version")
         self._look_for(identity, "")
 
     def settle(self) -> None:
@@ -186,25 +185,23 @@ class HandedAdapters:
         """``directory`` holds remembered digests. ``at_start``: those of ``--lora-paths``."""
         _make(directory)
         self._directory = directory
-        self._searches: dict[str, NamespaceSearch | None] = {}
-        self._names: dict[str, str] = {}
+        self._known: dict[str, tuple[str, NamespaceSearch | None]] = {}  # names, digests
         for adapter in at_start or ():
             self.note_loaded(adapter.lora_id, adapter.lora_path, adapter.lora_name)
 
     def note_loaded(self, lora_id: str, path: str | None, name: str) -> None:
         """Read the files of an adapter, on a thread. Without ``path`` it came from tensors, and has
         no equal. ``name``: by which requests ask for it, on every server."""
-        self._searches[lora_id] = None
-        self._names[lora_id] = name
+        search = None
         if path is not None:
             identity = {"adapter": identify_model(path, None, "auto")}
-            self._searches[lora_id] = NamespaceSearch(
+            search = NamespaceSearch(
                 identity, {}, self._directory, patience_s=0.0, meanwhile=ADAPTER_MEANWHILE
             )
+        self._known[lora_id] = name, search
 
     def note_unloaded(self, lora_id: str) -> None:
-        self._names.pop(lora_id, None)
-        search = self._searches.pop(lora_id, None)
+        _, search = self._known.pop(lora_id, ("", None))
         if search is not None:
             search.stop()
 
@@ -213,13 +210,13 @@ class HandedAdapters:
         digest that nobody else has."""
         if lora_id is None:
             return b""
-        search = self._searches.get(lora_id)
+        _, search = self._known.get(lora_id, ("", None))
         answer = None if search is None else search.answer
         return namespace.successor(b"") if answer is None else answer
 
     def name_of(self, lora_id: str | None) -> str | None:
         """Return by which name another server is asked for an adapter; None without one."""
-        return None if lora_id is None else self._names.get(lora_id)
+        return self._known[lora_id][0] if lora_id in self._known else None
 
 
 def _make(directory: Path) -> None:

@@ -71,20 +71,13 @@ def memories_of(args: Any, device: str) -> Memories:
     """The pools by address, on ``device`` (``cpu`` or one of CUDA). SGLang keeps them for the life
     of the process. Metadata is always in host memory."""
 
-    def memory(
-        addresses: list[int], sizes: list[int], page_bytes: list[int], *shares: TokenSlice
-    ) -> PagedMemory:
-        buffers = _buffers(addresses, sizes, page_bytes)
+    def memory(buffers: list[Buffer], shares: list[TokenSlice]) -> PagedMemory:
         return HostMemory(buffers) if device == "cpu" else DeviceMemory(buffers, device, shares)
 
+    states = zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
     return Memories(
-        memory(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, *_shares(args)),
-        [
-            memory(*parts)
-            for parts in zip(
-                args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True
-            )
-        ],
+        memory(_buffers(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens), _shares(args)),
+        [memory(_buffers(*parts), []) for parts in states],
         HostMemory(_buffers(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)),
     )
 
@@ -145,5 +138,5 @@ def device_of(args: Any) -> str:
 
 
 def copied(indices: Any) -> Any:
-    """A copy as int32, since SGLang reuses its index buffers."""
-    return np.array(indices, np.int32)
+    """A copy as int32, since SGLang reuses its index buffers. None stays None."""
+    return None if indices is None else np.array(indices, np.int32)

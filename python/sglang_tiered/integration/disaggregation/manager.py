@@ -42,22 +42,21 @@ from sglang_tiered.integration.disaggregation.bootstrap_client import (
 from sglang_tiered.integration.disaggregation.device_memory import are_done, writes_so_far
 from sglang_tiered.integration.disaggregation.request_rooms import NUM_ROOMS
 from sglang_tiered.transfer.addresses import check_is_allowed
-from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint, DecodeTarget
+from sglang_tiered.transfer.decode import DecodeEndpoint
 from sglang_tiered.transfer.messages import CHANGED, NOTHING_MORE, Asked
-from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
-from sglang_tiered.transfer.prefill.send_queue import Chunk
+from sglang_tiered.transfer.prefill import PrefillEndpoint
+from sglang_tiered.transfer.send_queue import Chunk
 from sglang_tiered.wire.keys import Keys, load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from sglang_tiered.integration.disaggregation.handoffs import (
         HandedModel,
         Handoffs,
         WeightUpdate,
     )
-    from sglang_tiered.transfer.decode.sessions import Address
+    from sglang_tiered.transfer.addresses import Address
 
 
 REST_S = 0.005
@@ -188,7 +187,10 @@ class KVManagerRole(CommonKVManager):  # type: ignore[misc]
             return "this request is under way with this bootstrap_room; draw another number"
         return None
 
-    # The endpoint's thread.
+    # ``Listener``; the endpoint's thread.
+
+    def room_done(self, room: int) -> None:
+        self._conclude(room, KVPoll.Success)
 
     def room_failed(self, room: int, reason: str) -> None:
         self._conclude(room, KVPoll.Failed, reason)
@@ -217,7 +219,7 @@ class KVManagerRole(CommonKVManager):  # type: ignore[misc]
             self._handoffs.export(endpoint)
 
     def _keys(self, role: str) -> Keys | None:
-        directory: Path | None = self._transfer.keys_path
+        directory = self._transfer.keys_path
         return None if directory is None else load_keys(directory, role)
 
 
@@ -255,6 +257,7 @@ class PrefillKVManager(KVManagerRole):
             memories=self._memories,
             rank=self._prefill_unique_rank(),
             listener=self,
+            on_ready=self._room_ready,
             settings=self._transfer,
             keys=keys,
             on_tick=self._on_tick,
@@ -293,22 +296,19 @@ class PrefillKVManager(KVManagerRole):
                 kv_pools.copied(kv_indices) if indices_event is None else kv_indices.numpy(),
                 index_slice.start,
                 is_last_chunk,
-                [None if rows is None else kv_pools.copied(rows) for rows in state_indices or ()],
+                [*map(kv_pools.copied, state_indices or ())],
                 aux_index if sends_metadata else None,
                 are_done(wait_event, indices_event),
             ),
         )
 
-    # ``PrefillListener``; the endpoint's thread.
+    # The endpoint's thread.
 
-    def room_ready(self, room: int, prefix_tokens: int) -> None:
+    def _room_ready(self, room: int, prefix_tokens: int) -> None:
         if room in self.request_status:
             self.req_to_decode_prefix_len[room] = prefix_tokens
             self.update_status(room, KVPoll.WaitingForInput)
             self._happened.set()
-
-    def room_sent(self, room: int) -> None:
-        self._conclude(room, KVPoll.Success)
 
     def room_dropped(self, room: int) -> None:
         if room in self.leaving:
@@ -331,6 +331,7 @@ class DecodeKVManager(KVManagerRole):
             layout=kv_pools.layout_of(self, self._transfer.codec),
             memories=self._memories,
             listener=self,
+            on_lost=self._prefill_lost,
             settings=self._transfer,
             keys=self._keys("decode"),
             on_tick=self._on_tick,
@@ -364,12 +365,9 @@ class DecodeKVManager(KVManagerRole):
         check_num_ranks(info)
         super()._resolve_rank_mapping(info)
 
-    # ``DecodeListener``; the endpoint's thread.
+    # The endpoint's thread.
 
-    def room_received(self, room: int) -> None:
-        self._conclude(room, KVPoll.Success)
-
-    def prefill_lost(self, address: Address, reason: str) -> None:
+    def _prefill_lost(self, address: Address, reason: str) -> None:
         """The rooms of a prefill rank have failed. Forget its servers: a successor has another
         port, and perhaps another layout."""
         for bootstrap_address in self.bootstrap_client.drop_servers_at(address):
@@ -499,13 +497,13 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
             return
         to_host = destination == KVTransferDestination.HOST
         memory = self.kv_mgr.host_memory if to_host else None
-        rows = [None if rows is None else kv_pools.copied(rows) for rows in state_indices or ()]
         try:
             self.kv_mgr.endpoint.open_room(
                 self.bootstrap_room,
                 self._targets(),
+                dummies={_address(info) for info in self.bootstrap_infos if info["is_dummy"]},
                 pages=kv_pools.copied(kv_indices),
-                state_rows=rows,
+                state_rows=[*map(kv_pools.copied, state_indices or ())],
                 aux_row=aux_index,
                 prefix_tokens=decode_prefix_len or 0,
                 num_receivers=self.required_dst_info_num,
@@ -542,15 +540,12 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.room_failed(self.bootstrap_room, reason)
         self.conclude_state = KVPoll.Failed
 
-    def _targets(self) -> list[DecodeTarget]:
-        return [
-            DecodeTarget((info["rank_ip"], info["rank_port"]), info["is_dummy"])
-            for info in self.bootstrap_infos or ()
-        ]
+    def _targets(self) -> list[Address]:
+        return [_address(info) for info in self.bootstrap_infos or ()]
 
     def init(self, prefill_dp_rank: int) -> None:
         """Tell the prefill ranks, which are known now, that this request is here."""
-        self.kv_mgr.bootstrap_client.mark_used(self.bootstrap_addr)
+        self.kv_mgr.bootstrap_client.ensure_known(self.bootstrap_addr)
         if prefill_dp_rank < 0 and self.conclude_state is None:
             server = self.bootstrap_addr
             self._fail(f"the prefill server at {server} does not say which replica has the request")
@@ -572,12 +567,15 @@ class ZmqKVReceiver(_HandoffEnd, CommonKVReceiver):  # type: ignore[misc]
         return {"rank_ip": address[0], "rank_port": address[1], "pp_rank": key[3]}
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        ranks = [target.address for target in self._targets()]
-        self._abort_at(self.bootstrap_room, ranks)
+        self._abort_at(self.bootstrap_room, self._targets())
 
     def _abort_at(self, room: int, ranks: list[Address]) -> None:
         reason = self._reason or self.kv_mgr.failure_records.get(room, "the request was aborted")
-        self.kv_mgr.endpoint.abort_room(room, [DecodeTarget(rank) for rank in ranks], reason)
+        self.kv_mgr.endpoint.abort_room(room, ranks, reason)
+
+
+def _address(info: dict[str, Any]) -> Address:
+    return info["rank_ip"], info["rank_port"]
 
 
 CLASSES = {

@@ -105,12 +105,6 @@ def after_tokenizing(tokenized: Any, request: Any) -> None:
     tokenized.bootstrap_room = _rooms_of(number, request.lora_path, media, tokenized.input_ids)
 
 
-def room_of_recompute(number: int, lora_name: str | None, tokens: Iterable[int]) -> int:
-    """Return the room that prefill will make of ``number`` for a request that decode has it compute
-    again."""
-    return _rooms_of(number, lora_name, (None for _ in _MEDIA), array("q", tokens)).take()
-
-
 def tokens_of(req: Any) -> bytes:
     """Return the digest of the tokens whose KV is handed over, as both ends make it. On the
     scheduler's thread.
@@ -154,8 +148,12 @@ def before_handoff(queue: Any, req: Any, *_: Any, is_rebootstrap: bool = False, 
     if is_rebootstrap:
         name = manager.adapters.name_of(req.lora_id)
         manager.recompute = {"bootstrap_room": req.bootstrap_room, "lora_path": name}
-        tokens = [*req.origin_input_ids, *req.output_ids]
-        req.bootstrap_room = room_of_recompute(req.bootstrap_room, name, tokens)
+        tokens, no_media = (
+            array("q", [*req.origin_input_ids, *req.output_ids]),
+            [None] * len(_MEDIA),
+        )
+        # As prefill will make it of the request that decode sends it.
+        req.bootstrap_room = _rooms_of(req.bootstrap_room, name, no_media, tokens).take()
 
 
 def before_abort(req: Any, error_message: str, status_code: Any = None) -> Any:

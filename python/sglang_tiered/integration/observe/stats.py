@@ -15,6 +15,7 @@ import functools
 import importlib.metadata
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
-    from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
+    from sglang_tiered.transfer.decode import DecodeEndpoint
+    from sglang_tiered.transfer.prefill import PrefillEndpoint
 
 
 INTERVAL_S = 1.0
@@ -119,19 +120,8 @@ def _build() -> dict[tuple[str, str], int]:
 def transfer_stats(endpoint: PrefillEndpoint | DecodeEndpoint) -> Stats:
     """Take a snapshot of what the endpoint of either role did since the start. Memory only, any
     thread."""
-    stats: Any = endpoint.stats
-    sends = hasattr(stats, "sent_bytes")
-    return {
-        "num_peers": endpoint.num_sessions,
-        "num_rooms": endpoint.num_rooms,
-        "num_rooms_done": stats.num_rooms_sent if sends else stats.num_rooms_received,
-        "num_rooms_failed": stats.num_rooms_failed,
-        "num_sessions_lost": stats.num_sessions_lost,
-        "wire_bytes": stats.sent_bytes if sends else stats.received_bytes,
-        "same_host_bytes": stats.pulled_bytes,
-        "num_damaged": stats.num_resent if sends else stats.num_damaged,
-        "num_refused": stats.num_refused if sends else stats.num_forged,
-    }
+    rooms = {"num_peers": endpoint.num_sessions, "num_rooms": endpoint.num_rooms}
+    return rooms | asdict(endpoint.stats)
 
 
 def manager_of(scheduler: Any) -> Any:

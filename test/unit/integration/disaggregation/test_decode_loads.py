@@ -93,22 +93,18 @@ def test_only_pages_in_memory_are_promised(decode: Decode) -> None:
     assert decode.promise(entry) == 0
 
 
-def test_request_waits_for_its_load_before_promising(decode: Decode) -> None:
-    decode.store()
-    entry = decode.arrives()
-    decode.until(lambda: not decode.waits(entry))
-    assert decode.promise(entry) == len(TOKENS)
-    assert decode.restores(entry) == len(TOKENS)
-
-
-@pytest.mark.parametrize("decode", [SMALL_PAGE], indirect=True)
-def test_a_promise_of_few_tokens_is_kept(decode: Decode) -> None:
-    tokens = TOKENS[: 2 * SMALL_PAGE]
+@pytest.mark.parametrize(
+    ("decode", "num_tokens"),
+    [(PAGE, len(TOKENS)), (SMALL_PAGE, 2 * SMALL_PAGE)],
+    indirect=["decode"],
+)
+def test_request_waits_for_its_load_before_promising(decode: Decode, num_tokens: int) -> None:
+    tokens = TOKENS[:num_tokens]
     decode.store(tokens)
     entry = decode.arrives(tokens)
     decode.until(lambda: not decode.waits(entry))
-    assert decode.promise(entry) == len(tokens)
-    assert decode.restores(entry) == len(tokens)
+    assert decode.promise(entry) == num_tokens
+    assert decode.restores(entry) == num_tokens
 
 
 def test_deferred_load_is_retried_after_rank_agreement(

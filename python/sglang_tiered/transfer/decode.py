@@ -1,8 +1,8 @@
 """The decode end: opens rooms at prefill ranks and copies what they send into its pages.
 
 Connects to both sockets of each prefill rank and binds nothing, so a decode host needs no open
-port. All state except the rooms' fences belongs to one thread; results come back through
-``DecodeListener`` on that thread.
+port. All state except whether a room is closed belongs to one thread; results come back through
+the listener on that thread.
 """
 
 from __future__ import annotations
@@ -11,28 +11,30 @@ import itertools
 import logging
 import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
-from sglang_tiered.transfer.decode.rooms import DamagedError, Progress, ReceiveRoom
-from sglang_tiered.transfer.decode.sessions import PrefillLinks
-from sglang_tiered.transfer.memory import check_pages, one_row
+from sglang_tiered.transfer.memory import check_pages
 from sglang_tiered.transfer.messages import NOTHING_MORE
+from sglang_tiered.transfer.rooms import Progress, ReceiveRoom, TransferStats
+from sglang_tiered.transfer.sessions import PrefillLinks
 from sglang_tiered.wire import sockets
 from sglang_tiered.wire.loop import EndpointLoop
 from sglang_tiered.wire.sockets import received
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import zmq
 
     from sglang_tiered.config import TransferConfig
-    from sglang_tiered.transfer.decode.sessions import Address, PrefillLink
+    from sglang_tiered.transfer.addresses import Address
     from sglang_tiered.transfer.memory import Memories, PagedMemory, Pages
     from sglang_tiered.transfer.messages import Asked, KVLayout
+    from sglang_tiered.transfer.rooms import Listener
+    from sglang_tiered.transfer.sessions import PrefillLink
     from sglang_tiered.wire.keys import Keys
 
 
@@ -42,49 +44,12 @@ MAX_DATA_MESSAGES = 4
 """Slabs handled before the control sockets are polled again: about 16 MiB, a few ms."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeTarget:
-    """A prefill rank of a room. A dummy takes part, but sends nothing (replicated KV)."""
-
-    address: Address
-    is_dummy: bool = False
-
-
-@dataclass(slots=True)
-class DecodeStats:
-    """Counters since the start. Written by the endpoint's thread only."""
-
-    received_bytes: int = 0
-    pulled_bytes: int = 0
-    num_slabs: int = 0
-    num_damaged: int = 0
-    num_late: int = 0
-    num_forged: int = 0
-    num_rooms_received: int = 0
-    num_rooms_failed: int = 0
-    num_sessions_lost: int = 0
-
-
-class DecodeListener(Protocol):
-    """Learns how rooms end. Called on the endpoint's thread; must not block."""
-
-    def room_received(self, room: int) -> None:
-        """All pages, states and the metadata row have landed and were verified."""
-
-    def room_failed(self, room: int, reason: str) -> None:
-        """The room will not be completed. Its prefill ranks have been told, or are gone."""
-
-    def room_dropped(self, room: int) -> None:
-        """``close_room`` was served: nothing more is said of the room's request."""
-
-    def prefill_lost(self, address: Address, reason: str) -> None:
-        """A session ended. Its rooms have failed; the next room connects anew."""
-
-
 class DecodeEndpoint:
-    """Methods may be called on any thread and return at once; ``close`` ends it. ``server``: where
-    this instance answers requests, to be named to prefill. ``on_tick`` is called a few times a
-    second on the endpoint's thread. Prefill hears of no room before ``set_model``."""
+    """Methods may be called on any thread and return at once; ``close`` ends it. Prefill ranks are
+    named by their addresses. ``server``: where this instance answers requests, for prefill to name.
+    ``on_tick`` is called a few times a second on the endpoint's thread, and ``on_lost`` with the
+    address and the reason of a session that ended, after its rooms have failed. The next room
+    connects anew. Prefill hears of no room before ``set_model``."""
 
     def __init__(
         self,
@@ -92,7 +57,8 @@ class DecodeEndpoint:
         server: str,
         layout: KVLayout,
         memories: Memories,
-        listener: DecodeListener,
+        listener: Listener,
+        on_lost: Callable[[Address, str], None],
         settings: TransferConfig,
         keys: Keys | None = None,
         on_tick: Callable[[DecodeEndpoint], None] = lambda _: None,
@@ -100,14 +66,15 @@ class DecodeEndpoint:
         self._memories = memories
         self._layout = layout
         self._listener = listener
+        self._on_ended = on_lost
         self._settings = settings
         self._on_tick = on_tick
         self._generations = itertools.count(1)
         self._table_lock = threading.Lock()
         self._rooms: dict[int, ReceiveRoom] = {}
         self._model: bytes | None = None  # of the KV that is taken
-        self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # until it is known
-        self.stats = DecodeStats()
+        self._held: list[Callable[[], None]] = []  # until it is known
+        self.stats = TransferStats()
         self._loop = EndpointLoop("kv-transfer-decode", lambda: None, self._tick)
         self._links = PrefillLinks(
             server=server,
@@ -136,7 +103,7 @@ class DecodeEndpoint:
         self._loop.call(self._set_model, model)
 
     def claim_room(
-        self, room: int, targets: Sequence[DecodeTarget], asked: Asked = NOTHING_MORE
+        self, room: int, targets: Sequence[Address], asked: Asked = NOTHING_MORE
     ) -> None:
         """Tell prefill that the room's request is here. ``open_room`` or ``abort_room`` must
         follow; if this instance ends before, prefill fails the request at once. ``asked``: what
@@ -146,8 +113,9 @@ class DecodeEndpoint:
     def open_room(
         self,
         room: int,
-        targets: Sequence[DecodeTarget],
+        targets: Sequence[Address],
         *,
+        dummies: Collection[Address] = (),
         pages: Pages,
         state_rows: Sequence[Pages | None],
         aux_row: int | None,
@@ -161,36 +129,32 @@ class DecodeEndpoint:
         stay allocated until the listener has heard how the room ended or ``close_room`` has
         returned.
 
+        ``dummies``: targets that take part, but send nothing (replicated KV).
         ``num_receivers``: decode ranks that each target serves. ``asked``: as ``claim_room``
         says. ``after``: events of the device, before which no page is written. Raises
         ``TransferError`` for pages that do not exist, and for a room that is open: it keeps its
         pages.
         """
         memory = memory or self._memories.kv
-        check_pages(memory.buffers, pages, "the scheduler")
-        check_pages(self._memories.aux.buffers, one_row(aux_row), "the scheduler")
-        states = []
-        for index, state in enumerate(self._memories.states):
-            rows = state_rows[index] if index < len(state_rows) else None
-            if rows is not None:
-                check_pages(state.buffers, rows, "the scheduler")
-            states.append((state, rows))
+        check_pages(memory.buffers, pages)
+        num_rows = self._memories.count_rows(state_rows, aux_row)
         receiving = ReceiveRoom(
             room,
             next(self._generations),
+            self._memories,
             memory,
             pages,
-            states,
-            self._memories.aux,
+            [*state_rows, *[None] * len(num_rows)][: len(num_rows)],
             aux_row,
-            num_expected=sum(not target.is_dummy for target in targets),
+            num_expected=sum(target not in dummies for target in targets),
             after=after,
         )
         with self._table_lock:
             if self._rooms.setdefault(room, receiving) is not receiving:
                 raise TransferError("this room is open for another request already.")
-        arguments = receiving, list(targets), prefix_tokens, num_receivers, asked
-        self._loop.call(self._once_known, self._open, *arguments)
+        sizes = len(pages), num_rows, prefix_tokens, num_receivers
+        to = list(targets), frozenset(dummies)
+        self._loop.call(self._once_known, self._open, receiving, *to, sizes, asked)
 
     def close_room(self, room: int) -> None:
         """Take the room's pages back: once this has returned, they are not written."""
@@ -200,7 +164,7 @@ class DecodeEndpoint:
             receiving.close()
         self._loop.call(self._drop_room, room, receiving)
 
-    def abort_room(self, room: int, targets: Sequence[DecodeTarget], reason: str) -> None:
+    def abort_room(self, room: int, targets: Sequence[Address], reason: str) -> None:
         """Tell the prefill ranks to drop the room, which may not have been opened yet."""
         self._loop.call(self._once_known, self._abort, room, list(targets), reason)
 
@@ -221,21 +185,21 @@ class DecodeEndpoint:
         self._model = model
         if model is not None:
             held, self._held = self._held, []
-            for function, arguments in held:
-                function(*arguments)
+            for call in held:
+                call()
 
     def _once_known(self, function: Callable[..., None], *arguments: Any) -> None:
         """Say what concerns a room, in order, once the model is known."""
         if self._model is None:
-            self._held.append((function, arguments))
+            self._held.append(partial(function, *arguments))
         else:
             function(*arguments)
 
-    def _claim(self, number: int, targets: list[DecodeTarget], asked: Asked) -> None:
+    def _claim(self, number: int, targets: list[Address], asked: Asked) -> None:
         assert self._model is not None
         claim = messages.Claim(number, asked.of(self._model))
         for target in targets:
-            self._links.link_to(target.address).send_control(claim)
+            self._links.link_to(target).send_control(claim)
 
     def _on_lost(self, link: PrefillLink, reason: str) -> None:
         reason = messages.peer_failed(reason)
@@ -246,7 +210,7 @@ class DecodeEndpoint:
         for room in list(self._rooms.values()):
             if link in room.links:
                 self._conclude_failed(room, reason, told_by)
-        self._listener.prefill_lost(link.address, reason)
+        self._on_ended(link.address, reason)
 
     def _on_failed(self, link: PrefillLink, message: messages.Failed) -> None:
         room = self._rooms.get(message.room)
@@ -273,36 +237,35 @@ class DecodeEndpoint:
     def _open(
         self,
         room: ReceiveRoom,
-        targets: list[DecodeTarget],
-        prefix_tokens: int,
-        num_receivers: int,
+        targets: list[Address],
+        dummies: frozenset[Address],
+        sizes: tuple[int, list[int], int, int],
         asked: Asked,
     ) -> None:
+        """``sizes``: the fields of ``Open`` that are about them."""
         if room.is_closed:
             if room.number not in self._rooms:  # prefill may know it by its claim
                 self._abort(room.number, targets, "the request ended")
             return
         assert self._model is not None
-        rows = [0 if item is None else len(item) for _, item in room.states]
-        sizes = len(room.pages), rows, prefix_tokens, num_receivers
+        model = asked.of(self._model)
         try:
-            room.links = [self._links.link_to(target.address) for target in targets]
+            room.links = [self._links.link_to(target) for target in targets]
             for target, link in zip(targets, room.links, strict=True):
-                asks = target.is_dummy, asked.of(self._model)
-                link.send_control(messages.Open(room.number, room.generation, *sizes, *asks))
+                asks = *sizes, target in dummies
+                link.send_control(messages.Open(room.number, room.generation, *asks, model))
         except Exception as error:
             # Conclude the room after any error: the scheduler would wait for it without end.
             logger.exception("KV transfer: internal error while asking for a room; it fails")
             self._conclude_failed(room, f"decode could not ask for the pages ({error})")
 
-    def _abort(self, number: int, targets: list[DecodeTarget], reason: str) -> None:
+    def _abort(self, number: int, targets: list[Address], reason: str) -> None:
         room = self._rooms.get(number)
         generation = 0 if room is None else room.generation
+        abort = messages.Abort(number, generation, reason)
         for target in targets:
             # Connects where there is no session: the request may be waiting at prefill.
-            self._links.link_to(target.address).send_control(
-                messages.Abort(number, generation, reason)
-            )
+            self._links.link_to(target).send_control(abort)
 
     def _drop_room(self, number: int, room: ReceiveRoom | None) -> None:
         if room is not None and not room.is_concluded:
@@ -375,31 +338,29 @@ class DecodeEndpoint:
         try:
             if isinstance(message, messages.Last):
                 room.finish(message, progress)
-            else:
-                self._land(room, link, message, payload, progress)
+            elif self._land(room, link, message, payload, progress):
                 confirmed.append(key)
+            else:
+                self.stats.num_damaged += 1
+                link.send_data(messages.Nack(*key), index)
+                return
             is_received = room.conclude()
-        except DamagedError:
-            self.stats.num_damaged += 1
-            link.send_data(messages.Nack(*key), index)
-            return
-        except TransferError as error:
-            confirmed.append(key)
-            self._conclude_failed(room, str(error))
-            return
         except Exception as error:
             # A pool that cannot be written fails only the room that was written for.
-            logger.exception("KV transfer: error while writing the pool; the room fails")
+            reason = str(error)
+            if not isinstance(error, TransferError):
+                logger.exception("KV transfer: error while writing the pool; the room fails")
+                reason = f"decode could not write its pages ({error})"
             confirmed.append(key)
-            self._conclude_failed(room, f"decode could not write its pages ({error})")
+            self._conclude_failed(room, reason)
             return
-        if progress.is_complete and progress.num_slabs is not None:
+        if progress.last is not None and progress.is_complete:
             # Not before: prefill frees the pages on this confirmation, and a damaged slab has to
             # be sent again.
-            confirmed.append((message.room, message.generation, progress.num_slabs))
+            confirmed.append((message.room, message.generation, progress.last.num_slabs))
         if is_received:
-            self.stats.num_rooms_received += 1
-            self._listener.room_received(room.number)
+            self.stats.num_rooms_done += 1
+            self._listener.room_done(room.number)
 
     def _parse(
         self, link: PrefillLink, frames: list[zmq.Frame]
@@ -417,7 +378,7 @@ class DecodeEndpoint:
         is_right = (memory or link.tagger).is_right(frames[2].bytes, *signed)
         # Under an unusable offer nothing is read: the pages' bytes are asked for instead.
         if not is_right and (memory is None or memory.problem is None):
-            self.stats.num_forged += 1
+            self.stats.num_refused += 1
             return None
         return message, payload
 
@@ -425,17 +386,19 @@ class DecodeEndpoint:
         self,
         room: ReceiveRoom,
         link: PrefillLink,
-        message: messages.Slab,
+        slab: messages.Slab,
         payload: Any,
         progress: Progress,
-    ) -> None:
-        if message.seq in progress.seen:
-            return
+    ) -> bool:
+        """Returns False for a slab that has to be sent again."""
+        if slab.seq in progress.seen:
+            return True
         self.stats.num_slabs += 1
-        if message.form != messages.NAMED:
-            self.stats.received_bytes += len(payload)
-        before = room.kv_bytes
-        if room.land(message, payload, link.pairs, self._layout, link.peer_memory):
-            progress.mark(message.seq, time.monotonic())
-        if message.form == messages.NAMED:
-            self.stats.pulled_bytes += room.kv_bytes - before
+        before, is_named = room.kv_bytes, slab.form == messages.NAMED
+        if not is_named:
+            self.stats.wire_bytes += len(payload)
+        if not room.land(slab, payload, link.pairs, self._layout, link.peer_memory):
+            return False
+        progress.mark(slab.seq, time.monotonic())
+        self.stats.same_host_bytes += room.kv_bytes - before if is_named else 0
+        return True

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from transfer_pair import Pool, Shape, indices
 
+from sglang_tiered.transfer import send_queue
 from sglang_tiered.transfer.layout import pair_buffers
 from sglang_tiered.transfer.messages import Open
-from sglang_tiered.transfer.prefill import send_queue
-from sglang_tiered.transfer.prefill.send_queue import (
+from sglang_tiered.transfer.same_host import Fence
+from sglang_tiered.transfer.send_queue import (
     SMALL_SLAB_BYTES,
     TARGET_SLAB_BYTES,
     Chunk,
@@ -19,7 +20,6 @@ from sglang_tiered.transfer.prefill.send_queue import (
     SendQueue,
     SlabBuffers,
 )
-from sglang_tiered.transfer.same_host import Fence
 from sglang_tiered.wire.keys import Tagger
 
 PAGE_BYTES = 4 * 512
@@ -101,20 +101,22 @@ def test_an_overtaken_slab_is_missed_in_busy_sessions(queue: SendQueue) -> None:
 
 
 def test_dropped_room_returns_its_credit(queue: SendQueue) -> None:
-    add(queue, [1, 2], is_last=False)
-    add(queue, [3], start=2)
+    fence = Fence()
+    add(queue, [1, 2], fence, is_last=False)
+    add(queue, [3], fence, start=2)
     add(queue, [5], room=2)
     first = post(queue)
     second = post(queue)
-    queue.resend(second.key, 0.0)
+    queue.resend(second.key, fence, 0.0)
+    fence.close()
     queue.drop_room(1)
     assert queue.credit_bytes == 9 * SMALL_SLAB_BYTES
     assert not first.frames
     assert first.buffer is None
     assert post(queue).key == (2, 7, 0), "other rooms go on"
-    assert queue.resend(first.key, 0.0), "a Nack confirms it as well"
+    assert queue.resend(first.key, None, 0.0), "a Nack confirms it as well"
     assert queue.credit_bytes == 9 * SMALL_SLAB_BYTES
-    assert list(queue.rooms) == [2]
+    assert list(queue.num_made) == [2]
 
 
 def test_pages_beyond_decodes_room_are_not_sent(queue: SendQueue) -> None:
@@ -127,11 +129,11 @@ def test_damaged_slab_is_resent_boundedly(queue: SendQueue) -> None:
     slab = post(queue)
     payload = slab.frames[3].tobytes()
     for _ in range(3):
-        assert queue.resend(slab.key, 0.0)
+        assert queue.resend(slab.key, Fence(), 0.0)
         again = post(queue)
         assert (again.key, again.frames[3].tobytes()) == (slab.key, payload)
     assert queue.credit_bytes == 9 * SMALL_SLAB_BYTES, "it takes its credit once"
-    assert not queue.resend(slab.key, 0.0)
+    assert not queue.resend(slab.key, Fence(), 0.0)
     assert queue.credit_bytes == 10 * SMALL_SLAB_BYTES
     assert not queue.unconfirmed, "or the session would end for want of its confirmation"
 
@@ -145,7 +147,7 @@ def test_failed_pull_becomes_a_slab_of_that_number(queue: SendQueue, is_freed: b
     assert pull.buffer is None
     if is_freed:
         fence.close()
-    assert queue.resend(pull.key, 0.0)
+    assert queue.resend(pull.key, fence, 0.0)
     slab = queue.next_parcel()
     assert (slab is None) == is_freed
     assert slab is None or (slab.key == pull.key and slab.frames[3].nbytes == 2 * PAGE_BYTES)
@@ -163,7 +165,7 @@ def test_failed_pulls_hold_no_more_than_the_window() -> None:
         queue.add_chunk(opened(room, 32), Chunk(indices(range(32)), 0, True), Fence())
     post_all(queue)
     for key in [key for key, parcel in queue.unconfirmed.items() if not parcel.is_last]:
-        assert queue.resend(key, 0.0)
+        assert queue.resend(key, Fence(), 0.0)
     post_all(queue)
     while queue.unconfirmed:
         held = [one.buffer for one in queue.unconfirmed.values() if one.buffer is not None]

@@ -2,24 +2,23 @@
 
 Two sockets are bound, control and data, so that an abort never queues behind a hundred megabytes;
 decode connects to both. All state belongs to one thread; the public methods only queue a call for
-it, and results come back through ``PrefillListener`` on that thread.
+it, and results come back through the listener on that thread.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import zmq
 
 from sglang_tiered.errors import TransferError
 from sglang_tiered.transfer import messages
-from sglang_tiered.transfer.memory import check_pages, one_row
+from sglang_tiered.transfer.memory import check_pages
 from sglang_tiered.transfer.messages import NOTHING_MORE, mismatch
-from sglang_tiered.transfer.prefill.rooms import Room, RoomTable
-from sglang_tiered.transfer.prefill.sessions import DecodePeer, DecodePeers
+from sglang_tiered.transfer.rooms import RoomTable, SendRoom, TransferStats
+from sglang_tiered.transfer.sessions import DecodePeer, DecodePeers
 from sglang_tiered.wire import sockets
 from sglang_tiered.wire.loop import GOODBYE_MS, EndpointLoop
 from sglang_tiered.wire.sockets import received
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
     from sglang_tiered.config import TransferConfig
     from sglang_tiered.transfer.memory import Memories
     from sglang_tiered.transfer.messages import Asked, KVLayout
-    from sglang_tiered.transfer.prefill.send_queue import Chunk, Parcel
+    from sglang_tiered.transfer.rooms import Listener
+    from sglang_tiered.transfer.send_queue import Chunk, Parcel
     from sglang_tiered.wire.keys import Keys
 
 
@@ -48,44 +48,15 @@ WARNING_INTERVAL_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class PrefillStats:
-    """Counters since the start. Written by the endpoint's thread only."""
-
-    sent_bytes: int = 0
-    pulled_bytes: int = 0
-    num_slabs: int = 0
-    num_resent: int = 0
-    num_rooms_sent: int = 0
-    num_rooms_failed: int = 0
-    num_sessions_lost: int = 0
-    num_refused: int = 0
-
-
-class PrefillListener(Protocol):
-    """Learns how rooms end. Called on the endpoint's thread; must not block."""
-
-    def room_ready(self, room: int, prefix_tokens: int) -> None:
-        """Every decode rank has allocated its pages, and holds ``prefix_tokens`` already."""
-
-    def room_sent(self, room: int) -> None:
-        """Every decode rank has confirmed the whole room: the pages may be freed."""
-
-    def room_failed(self, room: int, reason: str) -> None:
-        """The room will not be sent. Its decode ranks have been told."""
-
-    def room_dropped(self, room: int) -> None:
-        """``drop_room`` was served: nothing more is said of the room's request."""
-
-
 class PrefillEndpoint:
     """Listens from its construction on; ``close`` ends it. Methods may be called on any thread
     and return at once.
 
     ``host`` is bound as it is, to free ports. ``server``: where this instance answers requests, to
     be named to who is refused. ``on_tick`` is called a few times a second on the endpoint's thread.
-    No room is ready before ``set_model``. Raises ``TransferError`` when the address cannot be
-    bound.
+    ``on_ready`` gets the number of a room whose pages every decode rank has allocated, and of the
+    tokens that it holds already. No room is ready before ``set_model``. Raises ``TransferError``
+    when the address cannot be bound.
     """
 
     def __init__(
@@ -96,13 +67,15 @@ class PrefillEndpoint:
         layout: KVLayout,
         memories: Memories,
         rank: int,
-        listener: PrefillListener,
+        listener: Listener,
+        on_ready: Callable[[int, int], None],
         settings: TransferConfig,
         keys: Keys | None = None,
         on_tick: Callable[[PrefillEndpoint], None] = lambda _: None,
     ) -> None:
         self._memories = memories
         self._listener = listener
+        self._on_ready = on_ready
         self._settings = settings
         self._on_tick = on_tick
         self._server = server
@@ -112,12 +85,12 @@ class PrefillEndpoint:
             host=host, layout=layout, memories=memories, rank=rank, settings=settings, keys=keys
         )
         self._rooms: RoomTable[DecodePeer] = RoomTable(settings)
-        self.stats = PrefillStats()
+        self.stats = TransferStats()
         self._warned_at = -WARNING_INTERVAL_S
         self._loop = EndpointLoop("kv-transfer-prefill", self._step, self._tick)
         self._loop.call(memories.enter_thread)
         if self._peers.door is not None:  # before data: pages are named for who has come
-            self._loop.add_socket(self._peers.door, self._peers.serve_door)
+            self._loop.add_socket(self._peers.door.fileno(), self._peers.serve_door)
         self._loop.add_socket(self._peers.control, self._on_control)
         self._loop.add_socket(self._peers.data, self._on_data)
         self._loop.start()
@@ -181,11 +154,12 @@ class PrefillEndpoint:
 
     def _serve(self, identity: bytes, message: messages.AnyFromDecode) -> None:
         if isinstance(message, messages.Hello):
-            for peer in self._peers.replaced_by(identity, message.instance):
-                self._lose(peer, "the decode instance connected anew")
+            for peer in self._peers:
+                if peer.hello.instance == message.instance or peer.identity == identity:
+                    self._lose(peer, "the decode instance connected anew")
             self._peers.admit(identity, message, time.monotonic())
             return
-        known = self._peers.get(identity)
+        known = self._peers.by_identity(identity)
         if known is None:
             self._refuse(identity, "prefill does not know this session; say hello again.")
             return
@@ -209,9 +183,7 @@ class PrefillEndpoint:
     def _refuse(self, identity: bytes, reason: str) -> None:
         self.stats.num_refused += 1
         now = time.monotonic()
-        if (
-            now - self._warned_at >= WARNING_INTERVAL_S
-        ):  # any host that reaches the port can cause this
+        if now - self._warned_at >= WARNING_INTERVAL_S:  # any host that reaches the port causes it
             self._warned_at = now
             logger.warning("KV transfer: refused a decode instance (%s); its rooms fail", reason)
         self._peers.send(identity, messages.Refuse(reason))
@@ -223,28 +195,28 @@ class PrefillEndpoint:
         for room in self._rooms:
             self._settle(room)
 
-    def _settle(self, room: Room[DecodePeer]) -> None:
+    def _settle(self, room: SendRoom[DecodePeer]) -> None:
         """Fail a room of which a decode rank has another model or prompt than this request's, and
         report one that is complete. Once the model is known."""
         if self._model is None or not room.is_expected:
             return
         own = room.asked.of(self._model)
-        for peer, theirs in room.models.items():
-            if theirs != own:
-                reason = mismatch(self._server, own, peer.server, theirs, self._model_note)
-                self._fail(room.number, reason, True)
+        for peer, ask in room.asks.items():
+            if ask.model != own:
+                decode = sockets.printable(peer.hello.server)
+                reason = mismatch(self._server, own, decode, ask.model, self._model_note)
+                self._fail(room.number, reason)
                 return
         if room.is_complete and not room.is_ready:
             room.is_ready = True
-            # From here on only the ranks that opened it matter.
-            room.models = dict.fromkeys(room.opens, own)
-            room.unfinished = {peer for peer, opened in room.opens.items() if not opened.is_dummy}
-            opened = next(iter(room.opens.values()))
-            self._listener.room_ready(room.number, opened.prefix_tokens)
+            opens = room.opens
+            room.asks = {**opens}  # from here on only the ranks that opened it matter
+            room.unfinished = {peer for peer, opened in opens.items() if not opened.is_dummy}
+            self._on_ready(room.number, next(iter(opens.values())).prefix_tokens)
 
     def _fail_rooms(self, reason: str) -> None:
         for room in self._rooms:
-            self._fail(room.number, reason, True)
+            self._fail(room.number, reason)
 
     def _claim(self, peer: DecodePeer, message: messages.Claim) -> None:
         room = self._rooms.claim_room(peer, message, time.monotonic())
@@ -271,39 +243,32 @@ class PrefillEndpoint:
         room = self._rooms.get(number)
         if room is None or not room.is_ready:
             return
+        opens = room.opens
         try:
             if chunk.is_computed is None:  # else ``pages`` may not be known yet
-                check_pages(self._memories.kv.buffers, chunk.pages, "the scheduler")
-            check_pages(self._memories.aux.buffers, one_row(chunk.aux_row), "the scheduler")
-            for peer in room.unfinished:
-                self._check_states(room.opens[peer], chunk)
+                check_pages(self._memories.kv.buffers, chunk.pages)
+            rows = self._memories.count_rows(
+                chunk.state_rows if chunk.is_last else (), chunk.aux_row
+            )
+            for peer in room.unfinished if chunk.is_last else ():
+                if rows != opens[peer].num_state_rows:
+                    raise TransferError(
+                        f"prefill has {rows} rows of the model's states and decode has room for "
+                        f"{opens[peer].num_state_rows}."
+                    )
         except TransferError as error:
-            self._fail(number, str(error), True)
+            self._fail(number, str(error))
             return
         room.is_last_queued |= chunk.is_last
         for peer in room.unfinished:
-            peer.sending.add_chunk(room.opens[peer], chunk, room.fence)
+            peer.sending.add_chunk(opens[peer], chunk, room.fence)
         self._check_sent(room)
 
-    def _check_states(self, opened: messages.Open, chunk: Chunk) -> None:
-        if not chunk.is_last:
-            return
-        rows = [0 if item is None else len(item) for item in chunk.state_rows]
-        rows += [0] * (len(self._memories.states) - len(rows))
-        if rows != opened.num_state_rows:
-            raise TransferError(
-                f"prefill has {rows} rows of the model's states and decode has room for "
-                f"{opened.num_state_rows}."
-            )
-        for memory, item in zip(self._memories.states, chunk.state_rows, strict=False):
-            if item is not None:
-                check_pages(memory.buffers, item, "the scheduler")
-
-    def _check_sent(self, room: Room[DecodePeer]) -> None:
+    def _check_sent(self, room: SendRoom[DecodePeer]) -> None:
         if room.is_last_queued and not room.unfinished:
             self._rooms.remove_room(room.number)
-            self.stats.num_rooms_sent += 1
-            self._listener.room_sent(room.number)
+            self.stats.num_rooms_done += 1
+            self._listener.room_done(room.number)
 
     def _abort(self, peer: DecodePeer, message: messages.Abort) -> None:
         room = self._rooms.get(message.room)
@@ -312,24 +277,25 @@ class PrefillEndpoint:
             return
         if room is not None and opened is None and room.is_ready:
             return  # all of its decode ranks are known, and this is another one
-        self._fail(message.room, f"decode dropped it: {sockets.printable(message.reason)}", True)
+        self._fail(message.room, f"decode dropped it: {sockets.printable(message.reason)}")
 
-    def _fail(self, number: int, reason: str, is_news: bool) -> None:
-        known = self._rooms.get(number)
+    def _fail(self, number: int, reason: str) -> None:
         room = self._rooms.fail_room(number, reason, time.monotonic())
-        if room is None or known is None:
+        if room is None:
             return
         room.fence.close()
         self.stats.num_rooms_failed += 1
         for peer, opened in room.opens.items():
             peer.sending.drop_room(number)
             self._peers.send(peer.identity, messages.Failed(number, opened.generation, reason))
-        if is_news and room.is_expected:
+        if room.is_expected:
             self._listener.room_failed(number, reason)
 
     def _drop_room(self, number: int, reason: str) -> None:
-        if self._rooms.get(number) is not None:
-            self._fail(number, reason, False)
+        room = self._rooms.get(number)
+        if room is not None:
+            room.is_expected = False  # its request need not be told
+            self._fail(number, reason)
         self._listener.room_dropped(number)
 
     # Peers.
@@ -339,9 +305,8 @@ class PrefillEndpoint:
             return
         self.stats.num_sessions_lost += 1
         for room in self._rooms.of_session(peer):
-            room.opens.pop(peer, None)
-            room.models.pop(peer, None)
-            self._fail(room.number, messages.peer_failed(reason), True)
+            del room.asks[peer]
+            self._fail(room.number, messages.peer_failed(reason))
 
     def _say_goodbye(self) -> None:
         for peer in self._peers:
@@ -371,7 +336,7 @@ class PrefillEndpoint:
         for room in self._rooms.overdue(now):
             waited = now - room.created_at
             late = "decode instance asked for" if room.is_expected else "request reached prefill of"
-            self._fail(room.number, f"no {late} this room within {waited:.0f} s", True)
+            self._fail(room.number, f"no {late} this room within {waited:.0f} s")
 
     def _end(self, peer: DecodePeer, reason: str) -> None:
         self._peers.send(peer.identity, messages.Bye(reason))
@@ -388,7 +353,7 @@ class PrefillEndpoint:
             except TransferError:
                 self.stats.num_refused += 1
                 continue
-            peer = self._peers.of_connection(link)
+            peer = self._peers.by_connection(link)
             if isinstance(message, messages.Join):
                 self.stats.num_refused += not self._peers.join(link, message)
             elif peer is not None and isinstance(message, messages.Ack):
@@ -410,10 +375,10 @@ class PrefillEndpoint:
                 self._check_sent(room)
 
     def _resend(self, peer: DecodePeer, nack: messages.Nack) -> None:
-        self.stats.num_resent += 1
-        key = nack.room, nack.generation, nack.seq
-        if not peer.sending.resend(key, time.monotonic()):
-            self._fail(nack.room, f"slab {nack.seq} could not be delivered intact", True)
+        self.stats.num_damaged += 1
+        room, key = self._rooms.get(nack.room), (nack.room, nack.generation, nack.seq)
+        if not peer.sending.resend(key, room.fence if room else None, time.monotonic()):
+            self._fail(nack.room, f"slab {nack.seq} could not be delivered intact")
 
     def _step(self) -> float | None:
         """Send a few messages of one peer; peers take turns. Returns the seconds until there is
@@ -437,7 +402,7 @@ class PrefillEndpoint:
                 # A pool that cannot be read fails only the room that was read for.
                 logger.exception("KV transfer: error while reading the pool; the room fails")
                 room = peer.sending.queue[0].room
-                self._fail(room, f"prefill could not read its pages ({error})", True)
+                self._fail(room, f"prefill could not read its pages ({error})")
                 return number + 1
             if parcel is None or not self._post(peer, parcel):
                 return number
@@ -452,7 +417,7 @@ class PrefillEndpoint:
             return False
         peer.sending.mark_sent(parcel, time.monotonic())
         self.stats.num_slabs += 1
-        self.stats.pulled_bytes += parcel.named_bytes
+        self.stats.same_host_bytes += parcel.named_bytes
         if not parcel.is_last and not parcel.named_bytes:
-            self.stats.sent_bytes += parcel.frames[-1].nbytes
+            self.stats.wire_bytes += parcel.frames[-1].nbytes
         return True

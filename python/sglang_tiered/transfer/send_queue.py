@@ -8,7 +8,7 @@ pages stay until the room is confirmed.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 
 from sglang_tiered.codecs.encoded import copied
-from sglang_tiered.transfer.layout import slab_codec, whole_pairs
-from sglang_tiered.transfer.memory import check_pages
+from sglang_tiered.transfer.layout import are_whole, slab_codec, whole_pieces
+from sglang_tiered.transfer.memory import check_pages, one_row
 from sglang_tiered.transfer.messages import (
     ENCODED,
     KV_COMPONENT,
@@ -32,10 +32,10 @@ from sglang_tiered.transfer.messages import (
 from sglang_tiered.wire.sockets import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from sglang_tiered.transfer.layout import Pair
-    from sglang_tiered.transfer.memory import Bytes, Memories, PagedMemory, Pages
+    from sglang_tiered.transfer.memory import Bytes, Memories, PagedMemory, Pages, SlabPiece
     from sglang_tiered.transfer.messages import KVLayout, Open
     from sglang_tiered.transfer.same_host import Fence
     from sglang_tiered.wire.keys import Tagger
@@ -85,8 +85,7 @@ class Chunk:
     is_computed: Callable[[], bool] | None = None
 
 
-@dataclass(eq=False, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """Messages to one decode rank: those of a chunk, or one slab once more."""
 
     room: int
@@ -106,7 +105,7 @@ class Parcel:
     num_bytes: int
     buffer: Bytes | None = None
     named_bytes: int = 0  # of pages that the receiver reads itself
-    again: Callable[[], Delivery] | None = None
+    again: Callable[[], Iterator[Parcel]] | None = None
     num_resends: int = 0
 
     @property
@@ -114,32 +113,7 @@ class Parcel:
         return self.again is None
 
 
-@dataclass(slots=True)
-class RoomShare:
-    """What of a queue is one room's, so that the end of a room costs only its own messages."""
-
-    deliveries: list[Delivery] = field(default_factory=list)
-    unconfirmed: set[Key] = field(default_factory=set)
-    num_made: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SlabSource:
-    """Pages of one component of a chunk, from which slabs are cut. ``placed``: ``pages``, as
-    ``memory`` wants them."""
-
-    opened: Open
-    fence: Fence
-    component: int
-    memory: PagedMemory
-    pairs: Sequence[Pair]
-    start: int
-    pages: Pages
-    placed: Any
-
-
-@dataclass(frozen=True, slots=True)
-class SlabSpec:
+class SlabSpec(NamedTuple):
     """One message of a chunk: pages [start, start + num_pages) of ``num_pairs`` pairs from
     ``first_pair`` on, as one contiguous payload."""
 
@@ -150,13 +124,23 @@ class SlabSpec:
     num_bytes: int
 
 
-class Gathering(NamedTuple):
-    """A slab whose pages are on their way into its buffer; ``wait`` returns once they are there."""
+@dataclass(frozen=True, slots=True)
+class SlabSource:
+    """Pages of one component of a chunk, from which slabs are cut."""
 
-    key: Key
-    spec: SlabSpec
-    buffer: Bytes
-    wait: Callable[[], None]
+    component: int
+    memory: PagedMemory
+    pieces: Sequence[SlabPiece]
+    start: int  # of the pages that decode asked for
+    pages: Pages
+    placed: Any  # ``pages``, as ``memory`` wants them
+
+    def used(self, spec: SlabSpec) -> Sequence[SlabPiece]:
+        return self.pieces[spec.first_pair : spec.first_pair + spec.num_pairs]
+
+    def header(self, key: Key, spec: SlabSpec, form: int, payload: Any) -> bytes:
+        cut = spec.first_pair, spec.num_pairs, self.start + spec.start, spec.num_pages
+        return encode(Slab(*key, self.component, *cut, form, xxhash.xxh3_64_intdigest(payload)))
 
 
 class SlabBuffers:
@@ -195,30 +179,28 @@ class SendQueue:
     reader: Tagger | None = None  # of messages that name pages, while decode can read this process
     queue: deque[Delivery] = field(default_factory=deque)
     unconfirmed: dict[Key, Parcel] = field(default_factory=dict)
-    rooms: defaultdict[int, RoomShare] = field(default_factory=lambda: defaultdict(RoomShare))
+    num_made: Counter[int] = field(default_factory=Counter)  # messages, by room
     quiet_since: float = 0.0
     awaits_compute: bool = False
 
     def add_chunk(self, opened: Open, chunk: Chunk, fence: Fence) -> None:
         parcels = self._parcels(opened, chunk, fence)
-        delivery = Delivery(opened.room, fence, parcels, chunk.is_computed)
-        self.queue.append(delivery)
-        self.rooms[opened.room].deliveries.append(delivery)
+        self.queue.append(Delivery(opened.room, fence, parcels, chunk.is_computed))
 
     def next_parcel(self) -> Parcel | None:
         """The next message to send, gathered now; None without a message or without credit."""
         self.awaits_compute = False
         while self.queue and self.credit_bytes > 0 and len(self.unconfirmed) < MAX_UNCONFIRMED:
             delivery = self.queue[0]
-            if delivery.is_computed is not None and not delivery.is_computed():
-                self.awaits_compute = True
-                return None
-            parcel = next(delivery.parcels, None)
-            # After its pages were read: they may be another request's already.
-            if parcel is not None and delivery.fence.is_open:
-                return parcel
+            if delivery.fence.is_open:
+                if delivery.is_computed is not None and not delivery.is_computed():
+                    self.awaits_compute = True
+                    return None
+                parcel = next(delivery.parcels, None)
+                # After its pages were read: they may be another request's already.
+                if parcel is not None and delivery.fence.is_open:
+                    return parcel
             self.queue.popleft()
-            self.rooms[delivery.room].deliveries.remove(delivery)
         return None
 
     def mark_sent(self, parcel: Parcel, now: float) -> None:
@@ -227,7 +209,6 @@ class SendQueue:
             self.quiet_since = now
         self.credit_bytes -= parcel.num_bytes
         self.unconfirmed[parcel.key] = parcel
-        self.rooms[parcel.key[0]].unconfirmed.add(parcel.key)
 
     def confirm(self, key: Key, now: float) -> Parcel | None:
         """Note that a message arrived, or that the receiver has dropped its room. Returns None for
@@ -236,9 +217,6 @@ class SendQueue:
         parcel = self.unconfirmed.pop(key, None)
         if parcel is None:
             return None
-        share = self.rooms.get(key[0])
-        if share is not None:
-            share.unconfirmed.discard(key)
         if is_oldest:  # an overtaken message may be lost, however busy the rest is
             self.quiet_since = now
         self.credit_bytes += parcel.num_bytes
@@ -247,30 +225,25 @@ class SendQueue:
             parcel.buffer = None
         return parcel
 
-    def resend(self, key: Key, now: float) -> bool:
-        """Send a message again, which the receiver got and cannot use. Returns False if that was
-        tried too often, or is impossible."""
+    def resend(self, key: Key, fence: Fence | None, now: float) -> bool:
+        """Send a message again, which the receiver got and cannot use. ``fence``: of its room, if
+        there is one. Returns False if that was tried too often, or is impossible."""
         parcel = self.confirm(key, now)
-        if parcel is None or not parcel.frames:
+        if parcel is None or not parcel.frames or fence is None:
             return True
         if parcel.again is None or parcel.num_resends == MAX_RESENDS:
             return False
         if parcel.named_bytes:
             self.reader = None
-        delivery = parcel.again()
-        self.queue.appendleft(delivery)
-        self.rooms[key[0]].deliveries.append(delivery)
+        self.queue.appendleft(Delivery(key[0], fence, parcel.again()))
         return True
 
     def drop_room(self, room: int) -> None:
-        """Drop the messages of a room that wait. A message under way returns its credit with its
-        confirmation: until then it takes up memory on one of the sides."""
-        share = self.rooms.pop(room, None)
-        if share is None:
-            return
-        for delivery in share.deliveries:
-            self.queue.remove(delivery)
-        for key in share.unconfirmed:
+        """Drop what is under way of a room whose fence is closed, so that nothing more is sent. A
+        message returns its credit with its confirmation: until then it takes up memory on one of
+        the sides."""
+        self.num_made.pop(room, None)
+        for key in [key for key in self.unconfirmed if key[0] == room]:
             parcel = self.unconfirmed[key]
             if parcel.is_last:  # confirmed only for a room that is complete
                 del self.unconfirmed[key]
@@ -282,82 +255,85 @@ class SendQueue:
         pages = np.asarray(chunk.pages[:num_pages], np.int32)
         memory = self.memories.kv
         if chunk.is_computed is not None:
-            check_pages(memory.buffers, pages, "the scheduler")
-        source = SlabSource(
-            opened, fence, KV_COMPONENT, memory, self.pairs, chunk.start, pages, memory.place(pages)
-        )
-        if self.reader is not None and memory.is_host and _are_whole(self.pairs):
-            yield from self._named(source, self.reader)
+            check_pages(memory.buffers, pages)
+        pieces = [piece for piece, _ in self.pairs]
+        source = SlabSource(KV_COMPONENT, memory, pieces, chunk.start, pages, memory.place(pages))
+        if self.reader is not None and memory.is_host and are_whole(self.pairs):
+            yield from self._named(opened, source, fence, self.reader)
         else:
-            yield from self._slabs(source, self._cut(source))
+            yield from self._slabs(opened, source)
         for component, rows in enumerate(chunk.state_rows if chunk.is_last else ()):
             if rows is not None and len(rows):
                 memory = self.memories.states[component]
-                pairs, placed = whole_pairs(memory.buffers), memory.place(rows)
-                source = SlabSource(opened, fence, component, memory, pairs, 0, rows, placed)
-                yield from self._slabs(source, self._cut(source))
+                pieces, placed = whole_pieces(memory.buffers), memory.place(rows)
+                yield from self._slabs(
+                    opened, SlabSource(component, memory, pieces, 0, rows, placed)
+                )
         if chunk.is_last:
             yield self._last(opened, chunk)
 
-    def _cut(self, source: SlabSource) -> Iterator[tuple[Key, SlabSpec]]:
+    def _cut(self, opened: Open, source: SlabSource) -> Iterator[tuple[Key, SlabSpec]]:
         page_size = self.layout.page_size if source.component == KV_COMPONENT else 1
-        sizes = [pair.page_bytes for pair in source.pairs]
+        sizes = [piece.page_bytes for piece in source.pieces]
         for spec in cut_slabs(len(source.pages), sizes, page_size):
-            yield self._next_key(source.opened), spec
+            yield self._next_key(opened), spec
 
-    def _slabs(
-        self, source: SlabSource, cuts: Iterable[tuple[Key, SlabSpec]], num_resends: int = 0
-    ) -> Iterator[Parcel]:
+    def _slabs(self, opened: Open, source: SlabSource) -> Iterator[Parcel]:
         begun = None
-        for key, spec in cuts:
-            following = self._begin(source, key, spec)
+        for key, spec in self._cut(opened, source):
+            following = self._begin(source, key, spec, 0)
             if begun is not None:  # a device copies the next slab while this one is sent
-                yield self._slab(source, begun, num_resends)
+                yield begun()
             begun = following
         if begun is not None:
-            yield self._slab(source, begun, num_resends)
+            yield begun()
 
-    def _again(self, source: SlabSource, key: Key, spec: SlabSpec, num_resends: int) -> Delivery:
-        parcels = self._slabs(source, [(key, spec)], num_resends)
-        return Delivery(source.opened.room, source.fence, parcels)
-
-    def _begin(self, source: SlabSource, key: Key, spec: SlabSpec) -> Gathering:
-        """Begin to gather the pages of a slab into a buffer."""
+    def _begin(
+        self, source: SlabSource, key: Key, spec: SlabSpec, num_resends: int
+    ) -> Callable[[], Parcel]:
+        """Begin to gather the pages of a slab. Returns what makes its message, once they are
+        there."""
         buffer = self.buffers.borrow_buffer(spec.num_bytes)
-        pieces = [pair.source_piece for pair in _used(source, spec)]
+        payload, pieces = buffer[: spec.num_bytes], source.used(spec)
         placed = source.placed[spec.start : spec.start + spec.num_pages]
-        wait = source.memory.begin_gather(pieces, placed, buffer[: spec.num_bytes])
-        return Gathering(key, spec, buffer, wait)
+        wait = source.memory.begin_gather(pieces, placed, payload)
 
-    def _slab(self, source: SlabSource, begun: Gathering, num_resends: int) -> Parcel:
-        """The message of a slab, once its pages are in its buffer."""
-        key, spec, buffer, wait = begun
-        wait()
-        payload, form = buffer[: spec.num_bytes], PLAIN
-        codec = None
+        def finish() -> Parcel:
+            wait()
+            data, form = self._encoded(source, spec, payload)
+            header = source.header(key, spec, form, data.data)
+            frames = [VERSION_FRAME, header, self.tagger.tag(header), data]
+            again = partial(self._again, source, key, spec, num_resends + 1)
+            if form == PLAIN:
+                return Parcel(key, frames, buffer.nbytes, buffer, 0, again, num_resends)
+            self.buffers.return_buffer(buffer)  # the pages' bytes are no longer needed
+            return Parcel(key, frames, data.nbytes, None, 0, again, num_resends)
+
+        return finish
+
+    def _again(
+        self, source: SlabSource, key: Key, spec: SlabSpec, num_resends: int
+    ) -> Iterator[Parcel]:
+        yield self._begin(source, key, spec, num_resends)()
+
+    def _encoded(self, source: SlabSource, spec: SlabSpec, payload: Bytes) -> tuple[Bytes, int]:
+        """What is sent of a slab's bytes, and its form."""
         if source.component == KV_COMPONENT:
-            codec = slab_codec(self.layout, _used(source, spec), spec.num_pages)
-        if codec is not None:
-            encoded = copied(codec.encode((payload.data,)))
-            if encoded.nbytes <= (1 - MIN_SAVING) * payload.nbytes:
-                payload, form = encoded, ENCODED
-        header = _header(source, key, spec, form, payload.data)
-        frames = [VERSION_FRAME, header, self.tagger.tag(header), payload]
-        parcel = Parcel(key, frames, payload.nbytes, num_resends=num_resends)
-        parcel.again = partial(self._again, source, key, spec, num_resends + 1)
-        if form == PLAIN:
-            parcel.num_bytes, parcel.buffer = buffer.nbytes, buffer
-        else:  # the pages' bytes are no longer needed
-            self.buffers.return_buffer(buffer)
-        return parcel
+            codec = slab_codec(self.layout, source.used(spec), spec.num_pages)
+            if codec is not None:
+                encoded = copied(codec.encode((payload.data,)))
+                if encoded.nbytes <= (1 - MIN_SAVING) * payload.nbytes:
+                    return encoded, ENCODED
+        return payload, PLAIN
 
-    def _named(self, source: SlabSource, tagger: Tagger) -> Iterator[Parcel]:
+    def _named(
+        self, opened: Open, source: SlabSource, fence: Fence, tagger: Tagger
+    ) -> Iterator[Parcel]:
         """Messages that say where pages are, for a decode rank that reads this process's memory."""
-        fence = source.fence
-        for key, spec in self._cut(source):
+        for key, spec in self._cut(opened, source):
             part = source.pages[spec.start : spec.start + spec.num_pages]
             payload = WHERE.pack(fence.address, fence.value) + part.astype("<i4").tobytes()
-            header = _header(source, key, spec, NAMED, payload)
+            header = source.header(key, spec, NAMED, payload)
             frames = [VERSION_FRAME, header, tagger.tag(header, payload), payload]
             again, size = partial(self._again, source, key, spec, 1), spec.num_bytes
             yield Parcel(key, frames, size // NAMED_SHARE, named_bytes=size, again=again)
@@ -365,7 +341,7 @@ class SendQueue:
     def _last(self, opened: Open, chunk: Chunk) -> Parcel:
         rows = []
         if chunk.aux_row is not None:
-            row = np.array([chunk.aux_row], np.int32)
+            row = one_row(chunk.aux_row)
             for index, buffer in enumerate(self.memories.aux.buffers):
                 out = np.empty(buffer.page_bytes, np.uint8)
                 self.memories.aux.gather(index, row, None, out)
@@ -375,9 +351,8 @@ class SendQueue:
         return Parcel(key, [VERSION_FRAME, header, self.tagger.tag(header)], 0)
 
     def _next_key(self, opened: Open) -> Key:
-        share = self.rooms[opened.room]
-        share.num_made += 1
-        return opened.room, opened.generation, share.num_made - 1
+        self.num_made[opened.room] += 1
+        return opened.room, opened.generation, self.num_made[opened.room] - 1
 
 
 def cut_slabs(
@@ -404,17 +379,3 @@ def cut_slabs(
                 end += 1
             yield SlabSpec(first, end - first, start, pages, size)
             first = end
-
-
-def _used(source: SlabSource, spec: SlabSpec) -> Sequence[Pair]:
-    return source.pairs[spec.first_pair : spec.first_pair + spec.num_pairs]
-
-
-def _header(source: SlabSource, key: Key, spec: SlabSpec, form: int, payload: Any) -> bytes:
-    start = source.start + spec.start
-    cut = spec.first_pair, spec.num_pairs, start, spec.num_pages
-    return encode(Slab(*key, source.component, *cut, form, xxhash.xxh3_64_intdigest(payload)))
-
-
-def _are_whole(pairs: Sequence[Pair]) -> bool:
-    return all(pair.source_slice is None and pair.destination_slice is None for pair in pairs)
