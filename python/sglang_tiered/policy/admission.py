@@ -89,8 +89,6 @@ class TouchMemory:
     """
 
     def __init__(self, num_slots: int = TOUCH_SLOTS) -> None:
-        if num_slots <= 0:
-            raise ValueError(f"a memory of {num_slots} pages remembers nothing")
         self._table = np.zeros(num_slots, dtype="<u8")
 
     def num_seen(self, keys: Sequence[bytes]) -> int:

@@ -170,7 +170,7 @@ def test_waiting_ends_where_computing_the_rest_is_sooner() -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
 def test_a_clock_that_jumped_teaches_nothing(seconds: float) -> None:
     cost = OnlineCost((1.0, 1.0), (1.0, 1.0), level_half_life=1)
-    cost.observe((1.0, 1.0), seconds)
+    cost.learn((1.0, 1.0), seconds)
     assert cost.num_observed == 0
     assert cost.predict((1.0, 1.0)) == 2.0
 
@@ -181,6 +181,6 @@ def test_whatever_was_observed_costs_stay_finite_and_positive(
 ) -> None:
     cost = OnlineCost((1e-3, 1e-9), (1.0, 1e7), level_half_life=1)
     for fixed, size, seconds in observations:
-        cost.observe((fixed, size), seconds)
+        cost.learn((fixed, size), seconds)
     assert all(0 <= price < math.inf for price in cost.prices)
     assert 0 < cost.predict((1.0, 1e7)) < math.inf

@@ -132,7 +132,7 @@ class LoadPlanner(Generic[Request]):
         return {
             "load_decisions": {} if self.follows else dict(self.tokens),  # another rank decides
             "prefill_tokens_per_s": prefill.tokens_per_s if prefill.num_observed else None,
-            "prefill_prices": dict(zip(PREFILL_UNITS, prefill.all_prices, strict=True))
+            "prefill_prices": dict(zip(PREFILL_UNITS, prefill.prices, strict=True))
             if prefill.num_observed
             else {},
             "load_prices": {
@@ -311,8 +311,9 @@ class LoadPlanner(Generic[Request]):
         )
         if plan is None:
             return None
-        record.load = PricedLoad(plan.load, is_back=True)
-        return plan.bounds
+        bounds, load = plan
+        record.load = PricedLoad(load, is_back=True)
+        return bounds
 
     def back_ended(self, request: Request, num_given_up: int) -> None:
         """Note that a load from the back has ended, of which so many tokens were not waited for.
