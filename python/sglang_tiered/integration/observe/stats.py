@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sglang_tiered import __version__
 from sglang_tiered.codecs import NO_CODEC
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.policy.hints import HintEnd
     from sglang_tiered.transfer.decode.endpoint import DecodeEndpoint
     from sglang_tiered.transfer.prefill.endpoint import PrefillEndpoint
 
@@ -25,14 +24,6 @@ if TYPE_CHECKING:
 Stats = dict[str, Any]
 """By the names that paths in the tables begin with. Some of it goes on counting: read it at once,
 on the thread that took it."""
-
-
-class HintStats(NamedTuple):
-    """Counts the hints of conversations that are about to be used."""
-
-    num_begun: int
-    ended: dict[HintEnd, int]
-    num_tokens_loaded: int
 
 
 def process_stats(
@@ -58,7 +49,7 @@ def process_stats(
             "reads": reads[Tier.NVME],
             "spill": tiering.stores.queue,
             "copies": tiering.copies,
-            "hints": tiering.hints.stats(),
+            "hints": tiering.hints,
             "waits": tiering.planner.loads.wait_stats(),
             "request_log_dropped": tiering.notes.num_dropped,
         }

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, hashes_of, prompt
+from hypothesis import given
+from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from kit.clock import Clock
@@ -19,10 +21,9 @@ from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversation_calls import prefetch
 from sglang_tiered.integration.cache import hints as module
 from sglang_tiered.integration.cache import quiescing
-from sglang_tiered.integration.cache.hints import Hints
+from sglang_tiered.integration.cache.hints import LIFE_S, HintEnd, Hints, piece_length
 from sglang_tiered.integration.cache.load_scheduler import DECLINED, told_end
 from sglang_tiered.integration.ranks import SILENT
-from sglang_tiered.policy.hints import LIFE_S, HintEnd
 from sglang_tiered.policy.prefetch import PrefetchWindow
 from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.stack.tiers import Span
@@ -119,9 +120,9 @@ def test_hint_brings_a_prompt_once(open_world: Callable[..., CacheWorld], kind: 
     assert hinting.is_at_rest()
     assert kind == "is_eagle" or hinting.num_in_host(LONG) == len(LONG)
     assert hinting.hint(tokens) == DONE, "and again there is nothing to do"
-    stats = hinting.hints.stats()
-    assert (stats.num_begun, stats.num_tokens_loaded) == (1, len(LONG))
-    assert stats.ended[HintEnd.LOADED] == 1
+    hints = hinting.hints
+    assert (hints.num_begun, hints.num_tokens_loaded) == (1, len(LONG))
+    assert hints.ended[HintEnd.LOADED] == 1
 
 
 def test_request_finds_one_piece_ahead(hinting: HintWorld, hold: Callable[[], None]) -> None:
@@ -152,7 +153,7 @@ def test_busy_server_drops_a_hint_at_its_end(
         hinting.clock.now += 2
         hinting.cache.check_hicache_events()
     assert hinting.poll()["status"] == 503 and "60 s" in hinting.poll()["error"]
-    assert hinting.hints.stats().ended[HintEnd.EXPIRED] == 1
+    assert hinting.hints.ended[HintEnd.EXPIRED] == 1
     assert not hinting.hint(LONG)["done"], "its asker was told, and asks anew"
     assert hinting.wait() == DONE
 
@@ -302,7 +303,7 @@ def test_ranks_load_the_shortest_piece(hinting: HintWorld, other: OtherRank) -> 
     hinting.hint(LONG)
     hinting.steps(1)
     assert not hinting.cache.ongoing_prefetch, "the other rank has not answered"
-    hinting.world.until(lambda: hinting.hints.stats().num_tokens_loaded)
+    hinting.world.until(lambda: hinting.hints.num_tokens_loaded)
     assert hinting.num_in_host(LONG) == 3 * PAGE
     other.end = DECLINED
     hinting.world.until(lambda: hinting.poll()["done"])
@@ -322,7 +323,7 @@ def test_another_ranks_clock_ends_a_hint(hinting: HintWorld, other: OtherRank) -
     hinting.hint(LONG)
     hinting.steps(1)
     other.lives = 0
-    hinting.world.until(lambda: hinting.hints.stats().ended[HintEnd.EXPIRED])
+    hinting.world.until(lambda: hinting.hints.ended[HintEnd.EXPIRED])
     assert hinting.poll()["status"] == 503
 
 
@@ -357,7 +358,7 @@ def test_hint_whose_piece_is_evicted_ends(
     hinting.begin()
     with monkeypatch.context() as busy:
         busy.setattr(hinting.cache.tiering.loads, "has_room_ahead", lambda _: False)
-        hinting.world.until(lambda: hinting.hints.stats().num_tokens_loaded)
+        hinting.world.until(lambda: hinting.hints.num_tokens_loaded)
     assert hinting.cache.evict_host(hinting.piece_tokens) == hinting.piece_tokens
     hinting.steps(1)
     assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
@@ -375,3 +376,23 @@ def test_hint_overtakes_no_load_that_waits(hinting: HintWorld) -> None:
     assert not hinting.cache.ongoing_prefetch
     loads._window.withdraw_load(put_off)
     assert hinting.wait() == DONE
+
+
+@given(
+    st.integers(0, 1 << 14),
+    st.integers(1, 4096),
+    st.integers(1, 4096),
+    st.none() | st.lists(st.integers(1, 1 << 14), unique=True, max_size=5).map(sorted),
+)
+def test_pieces_end_where_a_load_may(
+    num_pages: int, page: int, piece: int, ends: list[int] | None
+) -> None:
+    places = None if ends is None else [page * end for end in ends]
+    length = piece_length(num_pages * page, page_tokens=page, piece_tokens=piece, ends=places)
+    size = max(page, piece // page * page)
+    if places is None:
+        assert length % page == 0 and length <= size
+        assert (length > 0) == (num_pages > 0), "pieces come to an end"
+    else:
+        long_enough = [place for place in places if place >= size]
+        assert length == (long_enough or places[-1:] or [0])[0]
