@@ -140,7 +140,7 @@ class LoadWatch:
         window, info = loads._window, cache.ongoing_prefetch.get(handle)
         record = planner.loads.get(handle)
         state = record.state
-        assert (state is State.BOTH_ENDS) == (handle in tiering.returns)
+        assert (state is State.BOTH_ENDS) == (record.back is not None)
         if state is State.BOTH_ENDS:
             assert record.load.is_back and record.load.queued_at is not None
             return state.name

@@ -4,7 +4,7 @@ all that wants to hear of it, in order. For SGLang 0.5.23.
 | target | kind | reason |
 |---|---|---|
 | Scheduler._record_scheduler_state_for_paused_engine | AFTER | while generation is paused, SGLang ignores stores that end, and would refuse a flush until it resumes |
-| Scheduler.run_batch, Scheduler.process_batch_result | AROUND | the cost model learns from the duration of prefills, which SGLang does not report to the cache; and requests that generate give the tree what they have, which SGLang does at their end only (``answer_checkpoints``) |
+| Scheduler.run_batch, Scheduler.process_batch_result | AROUND | the cost model learns from the duration of prefills, which SGLang does not report to the cache; and requests that generate give the tree what they have, which SGLang does at their end only (``publishing``) |
 | Scheduler.is_fully_idle | AFTER | an abandoned load may still be reading while SGLang counts itself idle; ``/flush_cache`` then ends the scheduler, because its storage threads do not stop (``quiescing``) |
 | Scheduler.__init__ | AROUND | the first call of ours in a scheduler's process reads the launcher's configuration, on which SGLang's sizing of memory waits; a configuration refused once pools are sized ends the process with one sentence and code 2, where SGLang prints a traceback; the cache does not know its scheduler, whose queue it must reach when another server purges a tenant; and messages to it pass ``SchedulerMessages``, which has a table of its own |
 | entrypoints.engine._scheduler_died_error | AFTER | the launcher learns that the scheduler refused, and prints nothing more |
@@ -52,8 +52,8 @@ import torch
 from sglang_tiered.config import TRANSFER_BACKEND, TieredConfig
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.cache import factory, host_size
-from sglang_tiered.integration.cache.answer_checkpoints import checkpoint_answers
 from sglang_tiered.integration.cache.prefill_times import PrefillClock
+from sglang_tiered.integration.cache.publishing import checkpoint_answers
 from sglang_tiered.integration.cpu import memory, processes
 from sglang_tiered.integration.cpu.platform import around_dtype
 from sglang_tiered.integration.identity import request_names, tenants

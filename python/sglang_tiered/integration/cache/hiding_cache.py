@@ -1,4 +1,4 @@
-"""``HidingCache``: SGLang's radix cache, with pages in it that were erased.
+"""``HidingCache``: SGLang's radix cache, with pages in it that were erased, and ``HostLocks``.
 
 Every match ends before the first hidden page of its path, by a second walk of the tree where there
 is one. Nothing is looked at while nothing is hidden; otherwise a node is looked through once after
@@ -8,7 +8,7 @@ each ``hide``. Scheduler thread.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -17,15 +17,15 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_tiered.integration.cache import small_host
-from sglang_tiered.integration.cache.host_locks import HostLocks
 from sglang_tiered.integration.identity.tenants import HiddenPages, HiddenTenants
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Iterator, Sequence
 
     from sglang.srt.mem_cache.base_prefix_cache import (
         CacheInitParams,
         CacheRequestHandle,
+        DecLockRefParams,
         MatchResult,
     )
     from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
@@ -34,11 +34,64 @@ if TYPE_CHECKING:
     from sglang_tiered.integration.cache.loads import PrefetchArguments
 
 
+Reason = TypeVar("Reason")
+
 SEEN = "_sglang_tiered_hidden_version"
 """Marks a request with the version that it had seen when it was matched last."""
 
 MAX_CLEAN = 65_536
 """Nodes remembered as holding no hidden page."""
+
+
+class HostLocks(Generic[Reason]):
+    """Holds at most one lock for each reason, on the scheduler thread. A locked node keeps its
+    ancestors, since only leaves are evicted."""
+
+    def __init__(self, cache: UnifiedRadixCache) -> None:
+        self._cache = cache
+        self._locks: dict[Reason, tuple[int, DecLockRefParams, int]] = {}
+        self.num_tokens = 0  # of all locks, as told
+
+    def __contains__(self, reason: Reason) -> bool:
+        return reason in self._locks
+
+    def __len__(self) -> int:
+        return len(self._locks)
+
+    def __iter__(self) -> Iterator[Reason]:
+        """The reasons, oldest first."""
+        return iter(list(self._locks))
+
+    def lock(self, reason: Reason, node_id: int, num_tokens: int = 0) -> None:
+        """Keep the host copies up to a node, instead of what the reason kept before."""
+        params = self._cache.inc_host_lock_ref(node_id).to_dec_params()
+        self.unlock(reason)
+        self._locks[reason] = node_id, params, num_tokens
+        self.num_tokens += num_tokens
+
+    def unlock(self, reason: Reason) -> None:
+        """Let go of what a reason kept. Unknown reasons are ignored."""
+        if reason in self._locks:
+            node_id, params, num_tokens = self._locks.pop(reason)
+            self.num_tokens -= num_tokens
+            self._cache.dec_host_lock_ref(node_id, params)
+
+    def unlock_oldest(self) -> bool:
+        """Let go of what has been kept for longest; return False if nothing is."""
+        if not self._locks:
+            return False
+        self.unlock(next(iter(self._locks)))
+        return True
+
+    def unlock_all_but(self, kept: Container[Reason] = ()) -> None:
+        for reason in self:
+            if reason not in kept:
+                self.unlock(reason)
+
+    def clear(self) -> None:
+        """Drop all locks: the tree was emptied."""
+        self._locks.clear()
+        self.num_tokens = 0
 
 
 class HidingCache(UnifiedRadixCache):  # type: ignore[misc]

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
-    from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
+    from sglang_tiered.integration.cache.spiller import Spiller
     from sglang_tiered.integration.storage.backend import TieredStorage
     from sglang_tiered.storage.base import Erasure
     from sglang_tiered.storage.stack.tiers import Span
@@ -232,14 +232,14 @@ class Hints:
         self,
         cache: HidingCache,
         loads: LoadScheduler,
-        copies: HostCopies,
+        stores: Spiller,
         capacity: int,
         *,
         window_tokens: int,
     ) -> None:
         self._cache = cache
         self._loads = loads
-        self._copies = copies
+        self._stores = stores
         self._clock = time.monotonic
         self._queue = HintQueue(capacity)
         self._piece_tokens = min(PIECE_TOKENS, window_tokens // PIECES_IN_WINDOW)
@@ -371,7 +371,7 @@ class Hints:
             self._all_is_loaded(hint)
         elif num_tokens < cache.prefetch_threshold:  # meanwhile a request loaded it
             self._postpone(hint)
-        elif not self._copies.make_host_path(node):
+        elif not self._stores.make_host_path(node):
             self._drop(hint, NO_MEMORY)
         else:
             self._begin_piece(hint, node, hashes[: num_tokens // cache.page_size], spans)

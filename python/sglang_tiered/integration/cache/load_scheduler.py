@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
-from sglang_tiered.integration.cache.host_locks import HostLocks
+from sglang_tiered.integration.cache.hiding_cache import HostLocks
 from sglang_tiered.integration.cache.loads import (
     State,
     allocate_now,
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
-    from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.loads import PrefetchArguments, RequestLoad
     from sglang_tiered.integration.cache.returns import Returns
+    from sglang_tiered.integration.cache.spiller import Spiller
     from sglang_tiered.integration.observe.stories import Stories
     from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
@@ -94,7 +94,7 @@ class LoadScheduler:
         cache: HidingCache,
         planner: LoadPlanner[CacheRequestHandle],
         agreement: RankAgreement,
-        copies: HostCopies,
+        stores: Spiller,
         backs: Returns,
         *,
         window_tokens: int,
@@ -106,7 +106,7 @@ class LoadScheduler:
         self.planner = planner
         self._requests = planner.loads
         self.agreement = agreement
-        self._copies = copies
+        self._stores = stores
         self._backs = backs
         self._notes = notes
         self._window: PrefetchWindow[CacheRequestHandle] = PrefetchWindow(window_tokens)
@@ -196,7 +196,7 @@ class LoadScheduler:
         why: Why | None = None if ask(num_agreed, self.num_tokens()) else "window"
         if why is None and self._stores_in_the_way(num_agreed, storage):
             why = "stores"
-        has_path = why is None and self._copies.has_host_path(call.last_host_node_id)
+        has_path = why is None and self._stores.has_host_path(call.last_host_node_id)
         if why is not None or has_path is None:
             self._put_off(request, num_agreed, why or "copies")
             return None
@@ -313,7 +313,7 @@ class LoadScheduler:
                 self._defer(request, record.num_landed, rests=True)
 
     def _stores_in_the_way(self, num_tokens: int, storage: TieredStorage) -> int:
-        return self._copies.stores_in_the_way(num_tokens, storage, num_loading=self.num_tokens())
+        return self._stores.stores_in_the_way(num_tokens, storage, num_loading=self.num_tokens())
 
     def _agree_on_end(
         self,

@@ -36,13 +36,13 @@ from sglang_tiered.integration.cache.host_size import (
 )
 from sglang_tiered.integration.cache.loads import PrefetchArguments
 from sglang_tiered.integration.cache.prefill_times import make_planner
+from sglang_tiered.integration.cache.publishing import PublishingSession
 from sglang_tiered.integration.cache.quiescing import (
     LoadsUnderWay,
     is_under_way,
     next_items,
     wait_until_quiet,
 )
-from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
 from sglang_tiered.integration.cache.tiering import Tiering
 from sglang_tiered.integration.cache.unmarked_core import use_unmarked_core
 from sglang_tiered.integration.identity import namespace
@@ -321,13 +321,13 @@ class TieredRadixCache(HidingCache):
         written: int = super()._execute_and_commit_kv_backup(action, write_back)
         last = action.node_ids[-1]
         if self.tiering is not None and not write_back and not self.holds_hidden(last):
-            self.tiering.copies.attempted(last)
+            self.tiering.stores.copy_attempted(last)
         return written
 
     def _execute_kv_backup(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         host_indices: torch.Tensor | None = super()._execute_kv_backup(*args, **kwargs)
         if self.tiering is not None:
-            self.tiering.copies.copied()
+            self.tiering.stores.copy_begun()
         if host_indices is not None and self.storage is not None:
             self.storage.accounting.note_written(host_indices)
         return host_indices

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPref
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_tiered.integration.cache.host_locks import HostLocks
+from sglang_tiered.integration.cache.hiding_cache import HostLocks
 from sglang_tiered.integration.cache.loads import Back, Segment, State, allocate_now
 from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.policy.both_ends import (
