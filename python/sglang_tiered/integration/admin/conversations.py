@@ -239,7 +239,7 @@ def until_durable(
 
 def _store_soon(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> None:
     if cache.tiering is not None:
-        cache.tiering.store_soon(path)
+        cache.tiering.stores.store_soon(path)
 
 
 def num_known(

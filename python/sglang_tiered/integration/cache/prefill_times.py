@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from sglang_tiered.integration.cache.tiering import Tiering
     from sglang_tiered.integration.storage.backend import TieredStorage
 
 
@@ -204,7 +203,7 @@ class PrefillClock:
         return returned
 
     @staticmethod
-    def _tell(tiering: Tiering, batch: Any, seconds: float, num_copied: int) -> None:
+    def _tell(tiering: Any, batch: Any, seconds: float, num_copied: int) -> None:
         if spans := _prefill_spans(batch):
             tiering.planner.note_batch(spans, seconds, num_copied)
             # On a CPU a copy is done when its call returns, before the batch runs.
@@ -212,9 +211,8 @@ class PrefillClock:
             tiering.notes.batch_ran(batch.reqs, spans, seconds, copies_beside=not is_cpu)
 
 
-def _tiering_of(scheduler: Any) -> Tiering | None:
-    tiering: Tiering | None = getattr(scheduler.tree_cache, "tiering", None)
-    return tiering
+def _tiering_of(scheduler: Any) -> Any:
+    return getattr(scheduler.tree_cache, "tiering", None)
 
 
 def _prefill_spans(batch: Any) -> list[tuple[int, int]]:

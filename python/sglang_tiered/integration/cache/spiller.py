@@ -279,11 +279,13 @@ class Spiller:
             self._locks.lock(node_id, node_id, store.num_tokens)
             self._limit_pins()
 
-    def store_soon(self, path: Sequence[TreePathNodeInfo], storage: TieredStorage) -> None:
+    def store_soon(self, path: Sequence[TreePathNodeInfo]) -> None:
         """Store these nodes soon: a checkpoint waits for them. Copies to host memory come first,
         and bring the store with them. The disk's index is asked only where no other rank must queue
         the same stores; queueing a store twice costs nothing."""
-        core = self._cache.tree_core
+        core, storage = self._cache.tree_core, self._cache.storage
+        if storage is None:
+            return
         if self._cache.buffer_pipeline is not None:
             if lacks_pages(self._cache, path):
                 store_again(self._cache, path[-1].node_id)

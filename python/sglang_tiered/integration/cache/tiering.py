@@ -14,24 +14,22 @@ from typing import TYPE_CHECKING, Any
 from sglang_tiered.integration.cache.hiding_cache import HostLocks
 from sglang_tiered.integration.cache.hints import DETACHED, Hints
 from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
+from sglang_tiered.integration.cache.prefill_times import make_planner
 from sglang_tiered.integration.cache.returns import Returns
 from sglang_tiered.integration.cache.small_host import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller
-from sglang_tiered.integration.ranks import first_ranks
+from sglang_tiered.integration.observe.stories import open_notes
+from sglang_tiered.integration.ranks import RankAgreement, first_ranks
 from sglang_tiered.policy.queue_wait import PrefillWork
 from sglang_tiered.policy.residents import ResidentSet
+from sglang_tiered.policy.shares import HostBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
-
+    from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
-    from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.observe.stories import Stories
-    from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.policy.shares import HostBudget
 
 
 MIN_COST_S = 1e-6
@@ -106,44 +104,40 @@ class Tiering:
     """Decides on loads, on copies to host memory, on stores, and on what stays in host memory."""
 
     def __init__(
-        self,
-        cache: HidingCache,
-        storage: TieredStorage,
-        planner: LoadPlanner[CacheRequestHandle],
-        agreement: RankAgreement,
-        budget: HostBudget,
-        *,
-        notes: Stories,
+        self, cache: HidingCache, storage: TieredStorage, config: TieredConfig | None
     ) -> None:
         self._cache = cache
-        self.planner = planner
-        self.notes = notes
+        nvme = None if config is None else config.nvme
+        self.planner = make_planner(cache, storage, always=nvme is not None and nvme.always_load)
+        log = None if config is None else config.request_log
+        self.notes = open_notes(log, self.planner, cache.hidden_tenants.tenant_of)
+        budget = HostBudget(
+            int(cache.cache_controller.mem_pool_host.logical_size),
+            int(cache.token_to_kv_pool_allocator.size_full),
+            is_small=cache.has_small_host or cache.buffer_pipeline is not None,
+        )
+        window_tokens = budget.loading_tokens
         self.stores = Spiller(cache, budget, num_loading=self._num_loading)
-        self.returns = Returns(cache, planner, notes)
+        self.returns = Returns(cache, self.planner, self.notes)
         self.loads = LoadScheduler(
             cache,
-            planner,
-            agreement,
+            self.planner,
+            RankAgreement.of_cache(cache),
             self.stores,
             self.returns,
-            window_tokens=budget.loading_tokens,
-            notes=notes,
+            window_tokens=window_tokens,
+            notes=self.notes,
         )
         self.residents = Residents(cache, budget.resident_tokens, self.cost_to_bring_back)
         self.hints = Hints(
-            cache,
-            self.loads,
-            self.stores,
-            budget.hinted_tokens,
-            window_tokens=budget.loading_tokens,
+            cache, self.loads, self.stores, budget.hinted_tokens, window_tokens=window_tokens
         )
         self._num_copied = 0  # to the device, for the next batch
         self.work = PrefillWork()
         # Tells routers the costs, of a scheduler that will be away for so many seconds; once there
         # is one, if anybody is told.
         self.publish_costs: Callable[[float], None] | None = None
-        storage.use_planner(planner)
-        storage.meter_of = notes.meter_of
+        self.attached(storage)
         if cache.has_small_host:
             core = cache.tree_core
             core.max_copy_tokens = max(cache.page_size, int(budget.host_tokens * COPY_SHARE))
@@ -158,7 +152,7 @@ class Tiering:
     # ---- Attached and detached ----
 
     def attached(self, storage: TieredStorage) -> None:
-        """Use tiers that an operator attached again."""
+        """Use tiers, at the start or when an operator attached them again."""
         self.planner.drop_reads()
         storage.use_planner(self.planner)
         storage.meter_of = self.notes.meter_of
@@ -171,21 +165,6 @@ class Tiering:
         self.stores.detached()
 
     # ---- Stores ----
-
-    def offer_store(self, node_id: int) -> bool:
-        """Queue the store of a node, for which SGLang asks, in its turn. Returns False if SGLang
-        shall queue it itself."""
-        storage = self._cache.storage
-        if storage is None or not self._cache.tree_core.is_backuped(node_id):
-            return False
-        self.stores.offer_node(node_id)
-        return True
-
-    def store_soon(self, path: Any) -> None:
-        """Store the nodes of a path soon: a checkpoint waits for them."""
-        storage = self._cache.storage
-        if storage is not None:
-            self.stores.store_soon(path, storage)
 
     @property
     def awaits_stores(self) -> bool:

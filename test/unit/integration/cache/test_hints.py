@@ -269,7 +269,7 @@ def test_hung_tier_holds_no_flush_up(
     cache.check_hicache_events()
     hinting.hints.end_all(module.EMPTIED)
     monkeypatch.setattr(quiescing, "REST_S", 0.0)
-    quiescing.wait_for_loads(cache, lambda: cache.has_loads_under_way)
+    quiescing.wait_for_loads(cache)
     assert cache.has_loads_under_way
 
 
