@@ -205,10 +205,6 @@ class Tiering:
         if self.publish_costs is not None:
             self.publish_costs(expected_s)
 
-    def prefill_ended(self, now: float) -> None:
-        """Note the end of the first prefill batch that was launched and has not ended."""
-        self.work.ended(now)
-
     def loaded_back(self, params: Any, num_tokens: int) -> None:
         """Note the use of a prefix that was matched, and of which so many tokens are copied to the
         device."""
