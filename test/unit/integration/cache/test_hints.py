@@ -12,7 +12,6 @@ import pytest
 from cache_world import PAGE, CacheWorld, hashes_of, prompt
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from kit.clock import Clock
 from sglang_tiered.integration.admin import calls
@@ -23,8 +22,9 @@ from sglang_tiered.integration.cache import hints as module
 from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.hints import LIFE_S, HintEnd, Hints, piece_length
 from sglang_tiered.integration.cache.load_scheduler import DECLINED, told_end
+from sglang_tiered.integration.cache.loads import RequestLoad, Turns
 from sglang_tiered.integration.ranks import SILENT
-from sglang_tiered.policy.prefetch import PrefetchWindow
+from sglang_tiered.policy.queue_wait import QueueWait
 from sglang_tiered.storage.base import Erasure, Tier
 from sglang_tiered.storage.stack.tiers import Span
 
@@ -368,13 +368,13 @@ def test_hint_whose_piece_is_evicted_ends(
 def test_hint_overtakes_no_load_that_waits(hinting: HintWorld) -> None:
     """A request whose load waits for room is not overtaken."""
     loads = hinting.cache.tiering.loads
-    loads._window = PrefetchWindow(4 * PAGE)
-    someone = CacheRequestHandle("someone", 0)
-    put_off = loads._window.put_off_load(someone, 4 * PAGE)
+    loads._turns = Turns(4 * PAGE)
+    someone = RequestLoad(place=QueueWait().arrives(None, 1.0, 0.0, is_busy=False))
+    loads._turns.put_off(someone, 4 * PAGE)
     hinting.hint(LONG)
     hinting.steps(3)
     assert not hinting.cache.ongoing_prefetch
-    loads._window.withdraw_load(put_off)
+    loads._turns.withdraw(someone)
     assert hinting.wait() == DONE
 
 

@@ -46,7 +46,7 @@ def test_load_waits_for_room_but_not_for_ever(
     for _ in range(5):
         cache.check_hicache_events()
         assert not cache.load_has_ended(request) and request not in cache.ongoing_prefetch
-    assert loads.planner.loads.get(request).put_off.num_tokens == len(WHOLE)
+    assert loads.planner.loads.get(request).num_put_off == len(WHOLE)
     assert cache.tiering.stores._load_waits, "no skipped copy takes the room before it"
     if why == "time":
         clock.now += 1e6
