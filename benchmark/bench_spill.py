@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang_tiered.integration.cache.spiller import Spiller
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.integration.storage.admission_gate import QueuedStore, StoreGate
-from sglang_tiered.policy.page_accounting import PageAccounting
+from sglang_tiered.policy.admission import PageAccounting
 from sglang_tiered.policy.shares import HostBudget
 from sglang_tiered.storage.base import Health, LookupResult, Stop, TierStats
 from sglang_tiered.tools.machine import describe_machine, describe_versions

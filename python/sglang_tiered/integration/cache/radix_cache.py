@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_tiered.integration.cache import small_host
-from sglang_tiered.integration.cache.hiding_cache import HidingCache
+from sglang_tiered.integration.cache.hiding_cache import HidingCache, use_unmarked_core
 from sglang_tiered.integration.cache.hints import WEIGHTS
 from sglang_tiered.integration.cache.host_size import (
     check_asked_size,
@@ -43,7 +43,6 @@ from sglang_tiered.integration.cache.quiescing import (
     wait_until_quiet,
 )
 from sglang_tiered.integration.cache.tiering import Tiering
-from sglang_tiered.integration.cache.unmarked_core import use_unmarked_core
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector, RecentRequests
 from sglang_tiered.integration.identity.request_names import conversation_of

@@ -51,7 +51,7 @@ from sglang_tiered.integration.storage.tiers import (
     open_shard,
 )
 from sglang_tiered.integration.storage.transfers import ReadPlanner, TierTransfers
-from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
+from sglang_tiered.policy.admission import PageAccounting, store_outcomes
 from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
 from sglang_tiered.storage.base import Erasure, Run
 from sglang_tiered.storage.promises import all_true, keep, keep_as, promise

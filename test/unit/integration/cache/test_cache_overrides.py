@@ -6,7 +6,7 @@ import pytest
 from cache_world import PAGE, CacheWorld, hashes_of, prompt
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_tiered.policy.page_accounting import EvictionOutcome as Left
+from sglang_tiered.policy.admission import EvictionOutcome as Left
 
 TOKENS = prompt(1, 4)
 
