@@ -197,11 +197,11 @@ def test_waiting_tokens_are_those_of_who_waits(events: list[tuple[int, int, int]
 
 def test_only_the_slow_bucket_is_declined() -> None:
     planner, clock = make_planner()
-    spans = [Span(Tier.NVME, 50), Span(Tier.OBJECT, 50)]
+    spans = [Span(Tier.NVME, 47), Span(Tier.OBJECT, 53)]  # whose border is at no even part
     assert arrive(planner, "r", 6400, 6500, spans=spans) == 6400
     for _ in range(6):
         load(planner, clock, 1 << 20, 30.0, Tier.OBJECT)
-    assert arrive(planner, "s", 6400, 6500, spans=spans) == 3200
+    assert arrive(planner, "s", 6400, 6500, spans=spans) == 47 * 64
     assert planner.timings[Tier.OBJECT].durations.take().count == 6
     assert planner.timings[Tier.NVME].durations.take().count == 0
     assert not planner.wants_probe(Tier.OBJECT)  # just measured
