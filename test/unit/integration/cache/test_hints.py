@@ -12,6 +12,7 @@ import pytest
 from cache_world import PAGE, CacheWorld, hashes_of, prompt
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from kit.clock import Clock
 from sglang_tiered.integration.admin import calls
@@ -369,7 +370,8 @@ def test_hint_overtakes_no_load_that_waits(hinting: HintWorld) -> None:
     """A request whose load waits for room is not overtaken."""
     loads = hinting.cache.tiering.loads
     loads._turns = Turns(4 * PAGE)
-    someone = RequestLoad(place=QueueWait().arrives(None, 1.0, 0.0, is_busy=False))
+    place = QueueWait().arrives(None, 1.0, 0.0, is_busy=False)
+    someone = RequestLoad(CacheRequestHandle("someone", 0), place=place)
     loads._turns.put_off(someone, 4 * PAGE)
     hinting.hint(LONG)
     hinting.steps(3)
