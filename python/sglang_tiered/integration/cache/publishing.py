@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
     from sglang.srt.session.streaming_session import SessionSlot
 
-    from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
+    from sglang_tiered.integration.cache.hiding_cache import HidingCache
 
 
 MAX_IN_A_STEP = 4
@@ -38,7 +38,7 @@ _LOOKED_AT = "_sglang_tiered_looked_at"
 
 
 def checkpoint_answers(
-    cache: TieredRadixCache, batch: Any, every_tokens: int, *, may_free: bool
+    cache: HidingCache, batch: Any, every_tokens: int, *, may_free: bool
 ) -> None:
     """Give the tree what the requests of a batch have generated, where that is ``every_tokens`` or
     more than was given before. The result of the batch must have been processed. Scheduler thread
@@ -68,7 +68,7 @@ def checkpoint_answers(
             cache.checkpoint(req, up_to=up_to)
 
 
-def _is_alone(cache: TieredRadixCache, req: Any, up_to: int) -> bool:
+def _is_alone(cache: HidingCache, req: Any, up_to: int) -> bool:
     """Return whether the tree holds of these tokens only what it lent this request."""
     tokens = req.full_untruncated_fill_ids[:up_to]
     match = cache.match_prefix(
