@@ -31,11 +31,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from sglang_tiered.integration.cache.host_copies import HostCopies
 from sglang_tiered.integration.cache.spiller import Spiller
 from sglang_tiered.integration.identity.tenants import tenant_digest
 from sglang_tiered.integration.storage.admission_gate import QueuedStore, StoreGate
-from sglang_tiered.policy.page_accounting import PageAccounting
+from sglang_tiered.policy.admission import PageAccounting
 from sglang_tiered.policy.shares import HostBudget
 from sglang_tiered.storage.base import Health, LookupResult, Stop, TierStats
 from sglang_tiered.tools.machine import describe_machine, describe_versions
@@ -91,10 +90,8 @@ class Tier:
         self.queued: list[tuple[int, QueuedStore]] = []
         self.results: list[SimpleNamespace] = []
         cache: Any = self
-        copies = HostCopies(cache, waiting_stores=list)
         self.spiller = Spiller(
             cache,
-            copies,
             HostBudget(self.num_tokens, 0),
             num_loading=lambda: sum(self.ongoing_prefetch.values()),
         )
@@ -169,7 +166,7 @@ def measure(state: str, num_dirty: int, num_steps: int, num_offers: int) -> dict
     tier = Tier(num_dirty + (num_steps + 1) * num_offers)
     tier.takes_stores = False
     for _ in range(num_dirty):
-        tier.spiller.offer_node(tier.new_node(), tier)  # type: ignore[arg-type]
+        tier.spiller.offer_node(tier.new_node())
     tier.takes_stores = True
     if state == "loads waiting":
         tier.ongoing_prefetch = dict.fromkeys(range(1000), 64)
@@ -180,7 +177,7 @@ def measure(state: str, num_dirty: int, num_steps: int, num_offers: int) -> dict
         nodes = [tier.new_node() for _ in range(num_offers)]
         begun = time.thread_time()
         for node in nodes:
-            tier.spiller.offer_node(node, tier)  # type: ignore[arg-type]
+            tier.spiller.offer_node(node)
         offered = time.thread_time()
         tier.step()
         ended = time.thread_time()

@@ -137,15 +137,15 @@ class LoadWatch:
         """The state of a request. All tables that hold it agree on it."""
         cache, tiering = self._cache, self._cache.tiering
         loads, planner = tiering.loads, tiering.planner
-        window, info = loads._window, cache.ongoing_prefetch.get(handle)
+        turns, info = loads._turns, cache.ongoing_prefetch.get(handle)
         record = planner.loads.get(handle)
         state = record.state
-        assert (state is State.BOTH_ENDS) == (handle in tiering.returns)
+        assert (state is State.BOTH_ENDS) == (record.back is not None)
         if state is State.BOTH_ENDS:
             assert record.load.is_back and record.load.queued_at is not None
             return state.name
         is_put_off = state in (State.ASKED, State.DEFERRED)
-        assert is_put_off == (record.put_off in window._order)
+        assert is_put_off == (record in turns._order)
         assert (info is not None) == (state is State.LOADING)
         if record.place is None:
             assert state is State.WAITING and handle not in loads._locks
@@ -154,6 +154,6 @@ class LoadWatch:
             assert record.load.queued_at is not None
             return "QUEUED" if info.operation.host_indices is None else "READING"
         if is_put_off:
-            assert (state is State.DEFERRED) == (record.put_off.num_tokens > 0)
+            assert (state is State.DEFERRED) == (record.num_put_off > 0)
         is_landed = state is State.WAITING and handle in loads._locks
         return "LANDED" if is_landed else str(state.name)

@@ -28,7 +28,7 @@ def record_of(model: CostModel, **more: Any) -> RankCosts:
         "server": "",
         "page_tokens": model.page_tokens,
         "kv_bytes_per_token": model.bytes_per_token,
-        "prefill": PrefillPrices(model.prefill.all_prices, model.prefill.num_observed),  # type: ignore[arg-type]
+        "prefill": PrefillPrices(model.prefill.prices, model.prefill.num_observed),  # type: ignore[arg-type]
         "tiers": {
             name: TierPrices(cost.prices, cost.num_observed, healthy=True)  # type: ignore[arg-type]
             for name, cost in zip(TIERS, model.transfers, strict=True)

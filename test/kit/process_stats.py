@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from sglang_tiered.integration.cache.hints import HintEnd
 from sglang_tiered.integration.cache.load_planner import LoadPlanner
 from sglang_tiered.integration.storage.machine_budget import BudgetStats
 from sglang_tiered.metrics import DurationCounts, Durations
-from sglang_tiered.policy.admission import Outcome
+from sglang_tiered.policy.admission import Outcome, PageAccounting
 from sglang_tiered.policy.cost_model import CostModel, LoadDecision
-from sglang_tiered.policy.hints import HintEnd
-from sglang_tiered.policy.page_accounting import PageAccounting
 from sglang_tiered.policy.spill import SpillQueue
 from sglang_tiered.sharing.peer_tier import PeerStats
 from sglang_tiered.storage.base import Health, JobKind, Reason, TierStats

@@ -4,7 +4,7 @@ all that wants to hear of it, in order. For SGLang 0.5.23.
 | target | kind | reason |
 |---|---|---|
 | Scheduler._record_scheduler_state_for_paused_engine | AFTER | while generation is paused, SGLang ignores stores that end, and would refuse a flush until it resumes |
-| Scheduler.run_batch, Scheduler.process_batch_result | AROUND | the cost model learns from the duration of prefills, which SGLang does not report to the cache; and requests that generate give the tree what they have, which SGLang does at their end only (``answer_checkpoints``) |
+| Scheduler.run_batch, Scheduler.process_batch_result | AROUND | the cost model learns from the duration of prefills, which SGLang does not report to the cache; and requests that generate give the tree what they have, which SGLang does at their end only (``publishing``) |
 | Scheduler.is_fully_idle | AFTER | an abandoned load may still be reading while SGLang counts itself idle; ``/flush_cache`` then ends the scheduler, because its storage threads do not stop (``quiescing``) |
 | Scheduler.__init__ | AROUND | the first call of ours in a scheduler's process reads the launcher's configuration, on which SGLang's sizing of memory waits; a configuration refused once pools are sized ends the process with one sentence and code 2, where SGLang prints a traceback; the cache does not know its scheduler, whose queue it must reach when another server purges a tenant; and messages to it pass ``SchedulerMessages``, which has a table of its own |
 | entrypoints.engine._scheduler_died_error | AFTER | the launcher learns that the scheduler refused, and prints nothing more |
@@ -33,7 +33,7 @@ all that wants to hear of it, in order. For SGLang 0.5.23.
 | DecodePreallocQueue.__init__ | AFTER | it looks for a prefill server once a second, on the scheduler's thread; for ``zmq`` a thread looks. The same holds for the replica of ``--dp-size`` that has a request (``CommonKVReceiver.query_prefill_dp_ranks``, which has no access to the manager that knows). And the manager learns the stream of forwards, which may still write what a room is given |
 | DecodePreallocQueue.{_update_handshake_waiters, _start_hicache_prefetch, pop_preallocated}, DecodeTransferQueue.pop_transferred | AFTER | SGLang promises prefill the pages that storage holds before they are loaded, and fails the request when fewer arrive; ``decode_loads`` loads first |
 | Scheduler._prefetch_kvcache | AROUND | what is noted of a request begins here (``observe.stories``); with priorities, requests and their loads go first that have a higher one, of which SGLang tells the cache nothing; which requests may be computed in chunks of ours, of which the cache hears nothing; and for one with embedding overrides SGLang would load a prefix that it never matches |
-| PrefillAdder.{_select_prefill_admission, add_chunked_req} | AROUND | a chunk of a front ends where it is expected to meet its back, which SGLang knows no reason for; and then nobody else may be chunked in the same batch (``cache.yielding``) |
+| PrefillAdder.{_select_prefill_admission, add_chunked_req} | AROUND | a chunk of a front ends where it is expected to meet its back, which SGLang knows no reason for; and then nobody else may be chunked in the same batch (``cache.returns``) |
 | PrefillAdder._commit_prefill_admission, Scheduler.stash_chunked_request | AFTER | a request whose back has arrived gives its row back at a chunk boundary: SGLang matches a chunked request against the tree no more |
 | hybrid_pool_assembler.HybridCacheController | another class, while a cache is built | SGLang makes its controller by this name alone, and its threads store one node and load one prefix at a time, 128 pages a call (``storage.controller``) |
 """  # noqa: E501
@@ -52,8 +52,8 @@ import torch
 from sglang_tiered.config import TRANSFER_BACKEND, TieredConfig
 from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.cache import factory, host_size
-from sglang_tiered.integration.cache.answer_checkpoints import checkpoint_answers
 from sglang_tiered.integration.cache.prefill_times import PrefillClock
+from sglang_tiered.integration.cache.publishing import checkpoint_answers
 from sglang_tiered.integration.cpu import memory, processes
 from sglang_tiered.integration.cpu.platform import around_dtype
 from sglang_tiered.integration.identity import request_names, tenants
@@ -95,15 +95,13 @@ def register() -> Hooks:
     """Register the hooks; SGLang applies them after all plugins have run."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_tiered.integration.cache.yielding import SegmentFilter
+    from sglang_tiered.integration.cache.returns import drop_segment_lines
 
     _add_transfer_backend()
     hooks = Hooks(on_cpu=not torch.accelerator.is_available())
     for target, hook, kind in hooks.table():
         HookRegistry.register(target, hook, kind)
-    log = logging.getLogger(f"{_CACHE}.unified_radix_cache")
-    if not any(isinstance(existing, SegmentFilter) for existing in log.filters):
-        log.addFilter(SegmentFilter())
+    logging.getLogger(f"{_CACHE}.unified_radix_cache").addFilter(drop_segment_lines)
     return hooks
 
 
@@ -131,13 +129,11 @@ class Hooks:
 
     def __init__(self, *, on_cpu: bool) -> None:
         from sglang_tiered.integration.admin.control import Control
-        from sglang_tiered.integration.cache.yielding import Yielding
 
         self.config: TieredConfig | None = None
         self._on_cpu = on_cpu
         self._clock = PrefillClock()
         self._control = Control()
-        self._yielding = Yielding()
         self._messages: SchedulerMessages | None = None  # once there is a scheduler
         self._handoffs: Handoffs | None = None  # once it has a KV manager of ours
 
@@ -146,17 +142,17 @@ class Hooks:
         from sglang.srt.plugins.hook_registry import HookType
 
         from sglang_tiered.integration.admin.role_switch import around_auth, around_switch
+        from sglang_tiered.integration.cache import returns
         from sglang_tiered.integration.disaggregation import decode_loads, request_rooms
 
-        yielding = self._yielding
         around: dict[str, Callable[..., Any]] = {
             f"{_SCHEDULER}.__init__": self.around_scheduler,
             f"{_SCHEDULER}.run_batch": self._clock.around_run,
             f"{_SCHEDULER}.process_batch_result": self.around_result,
             f"{_SCHEDULER}.on_idle": self.around_idle,
             f"{_SCHEDULER}._prefetch_kvcache": self.around_prefetch,
-            f"{_ADDER}._select_prefill_admission": yielding.around_select,
-            f"{_ADDER}.add_chunked_req": yielding.around_add_chunked,
+            f"{_ADDER}._select_prefill_admission": returns.around_select,
+            f"{_ADDER}.add_chunked_req": returns.around_add_chunked,
             f"{_CACHE}.pool_host.base.ranks_per_host": self.around_ranks_per_host,
             f"{_CACHE}.kv_cache_builder.auto_size_hicache": host_size.around_auto_size,
             f"{_CACHE}.utils.storage_namespace_seed": tenants.around_seed,
@@ -179,10 +175,10 @@ class Hooks:
             f"{_SCHEDULER}._record_scheduler_state_for_paused_engine": _after_pause,
             f"{_SCHEDULER}.is_fully_idle": _after_is_fully_idle,
             f"{_SCHEDULER}.flush_cache": self.after_flush,
-            f"{_SCHEDULER}.stash_chunked_request": yielding.after_stash,
+            f"{_SCHEDULER}.stash_chunked_request": returns.after_stash,
             f"{_SCHEDULER}.get_init_info": _after_init_info,
             f"{_REPLICAS}.get_init_info": _after_controller_info,
-            f"{_ADDER}._commit_prefill_admission": yielding.after_commit,
+            f"{_ADDER}._commit_prefill_admission": returns.after_commit,
             f"{_ENGINE}._scheduler_died_error": _after_scheduler_died,
             f"{_TOKENIZER}._create_tokenized_object": _after_tokenizing,
             f"{_REQUEST}.normalize_batch_and_arguments": request_rooms.check_rooms,
@@ -285,7 +281,7 @@ class Hooks:
                 get_memory().hicache_storage_prefetch_retry_max_attempts,
                 scheduler.policy.priority_sign * (req.priority or 0) if has_rank else 0,
             )
-            self._yielding.comes(scheduler, req, tiering.planner.loads)
+            tiering.returns.comes(scheduler, req)
         return original(scheduler, req, *rest, **named)
 
     def around_result(

@@ -40,13 +40,6 @@ Span = tuple[int, int]
 """A tier and a number of tokens in it."""
 
 
-class BackPlan(NamedTuple):
-    """What is loaded from the back: segments with these ``bounds``, and all of it as a load."""
-
-    bounds: list[int]
-    load: LoadPlan
-
-
 def segment_bounds(num_before: int, num_held: int, page_tokens: int) -> list[int]:
     """Return where the segments begin that can be loaded from the back of ``num_held`` tokens
     behind ``num_before``, and where the last one ends; nothing if they are too few. The first
@@ -87,8 +80,9 @@ def plan_segments(
     ahead: Sequence[int] = (),
     queue_wait_s: float = 0.0,
     num_others: int = 0,
-) -> BackPlan | None:
-    """Return what to load from the back, or None where that does not pay.
+) -> tuple[list[int], LoadPlan] | None:
+    """Return the bounds of the segments to load from the back, and all of it as a load; None where
+    that does not pay.
 
     The tiers hold the first ``num_held`` of ``num_new`` tokens behind ``num_before`` cached ones,
     in ``spans``; ``least`` is the better of loading and computing. What is computed holds up
@@ -104,7 +98,7 @@ def plan_segments(
         front_s = _front_s(costs, num_before, start)
         back = spans_between(spans, start - num_before, num_held)
         back_s = costs.load_seconds(parts_of(back, len(costs.transfers)), ahead)
-        copied_s = costs.prefill.all_prices[3] * (num_held + num_before - start)
+        copied_s = costs.prefill.prices[3] * (num_held + num_before - start)
         own_s = max(front_s, back_s - queue_wait_s) + copied_s + rest_s
         if own_s <= bound_s:
             best_s = min(best_s, own_s + num_others * (front_s + rest_s))
@@ -113,7 +107,7 @@ def plan_segments(
     parts = parts_of(spans_between(spans, bounds[0] - num_before, num_held), len(costs.transfers))
     num_tokens = sum(parts)
     saved_s = costs.prefill.saved_seconds(num_tokens, num_tokens, bounds[0])
-    return BackPlan(bounds, LoadPlan(tuple(parts), costs.load_seconds(parts, ahead), saved_s))
+    return bounds, LoadPlan(tuple(parts), costs.load_seconds(parts, ahead), saved_s)
 
 
 def _front_s(costs: CostModel, start: int, end: int) -> float:

@@ -109,10 +109,6 @@ class OnlineCost:
         *,
         level_half_life: float,
     ) -> None:
-        if len(prior) != len(typical) or not prior:
-            raise ValueError(f"{len(prior)} prices do not fit {len(typical)} features")
-        if min(prior) < 0 or min(typical) <= 0 or not any(prior):
-            raise ValueError("prices must not be negative, and typical sizes must be positive")
         self._level_gain = 1 - 0.5 ** (1 / level_half_life)
         self._kept = 0.5 ** (1 / PRICE_HALF_LIFE)
         self._prior = tuple(prior)
@@ -132,11 +128,11 @@ class OnlineCost:
         """Return the expected seconds."""
         return sum(price * size for price, size in zip(self.prices, features, strict=True))
 
-    def observe(self, features: Sequence[float], seconds: float) -> None:
+    def learn(self, features: Sequence[float], seconds: float) -> None:
         """Learn that these features took ``seconds``. No time or no work is ignored."""
         if not 0 < seconds < math.inf or not any(features):
             return
-        expected = max(TINY_S, self._shape(features))
+        expected = max(TINY_S, sum(p * f for p, f in zip(self._prices, features, strict=True)))
         surprise = math.log(seconds / expected) - self._log_level
         gain = max(self._level_gain, 1 / (1 + self.num_observed))
         self._log_level += gain * max(-MAX_LEVEL_STEP, min(MAX_LEVEL_STEP, surprise))
@@ -145,9 +141,6 @@ class OnlineCost:
         self._learn_prices(features, expected, min(MAX_SURPRISE, max(1 / MAX_SURPRISE, ratio)))
         level = math.exp(self._log_level)
         self.prices = tuple(level * price for price in self._prices)
-
-    def _shape(self, features: Sequence[float]) -> float:
-        return sum(p * f for p, f in zip(self._prices, features, strict=True))
 
     def _learn_prices(self, features: Sequence[float], expected: float, ratio: float) -> None:
         weight = 1 / (expected * expected)
@@ -166,34 +159,21 @@ class OnlineCost:
             self._prices = tuple(values)
 
 
-class PrefillCost:
+class PrefillCost(OnlineCost):
     """Seconds of prefill, and of the copies to the device that it waits for, estimated from
-    batches. Those with copies teach too: after a restart every request may return. ``prior``:
-    seconds per batch, per token, per pair, and perhaps per token copied."""
+    batches. Those with copies teach too: after a restart every request may return. Prices are
+    seconds per batch, per new token, per pair of tokens, and per token copied to the device.
+    ``prior``: the first three or all of them."""
 
     def __init__(
         self, prior: Sequence[float] = PRIOR_PREFILL, *, token_bytes: int = TYPICAL_TOKEN_BYTES
     ) -> None:
         n = TYPICAL_PREFILL_TOKENS
-        self._cost = OnlineCost(
+        super().__init__(
             (*prior, PRIOR_COPY_S * token_bytes)[:4],
             (1.0, n, n * n / 2, n),
             level_half_life=PREFILL_LEVEL_HALF_LIFE,
         )
-
-    @property
-    def prices(self) -> tuple[float, ...]:
-        """Seconds per batch, per new token, per pair of tokens."""
-        return self._cost.prices[:3]
-
-    @property
-    def all_prices(self) -> tuple[float, ...]:
-        """Seconds per batch, per new token, per pair of tokens, per token copied to the device."""
-        return self._cost.prices
-
-    @property
-    def num_observed(self) -> int:
-        return self._cost.num_observed
 
     def observe(
         self, spans: Sequence[tuple[int, int]], seconds: float, num_copied: int = 0
@@ -204,19 +184,19 @@ class PrefillCost:
         if num_tokens + num_copied < MIN_OBSERVED_TOKENS:
             return
         num_pairs = sum(_pairs(new, before) for new, before in spans)
-        self._cost.observe((1.0, num_tokens, num_pairs, num_copied), seconds)
+        self.learn((1.0, num_tokens, num_pairs, num_copied), seconds)
 
     def seconds(self, new: int, before: int) -> float:
         """Return the prefill time of ``new`` tokens behind ``before`` others, without the batch's
         fixed time: a request prefills at least its last token, so no load saves that."""
-        _, per_token, per_pair, _ = self._cost.prices
+        _, per_token, per_pair, _ = self.prices
         return per_token * new + per_pair * _pairs(new, before)
 
     def saved_seconds(self, num_saved: int, new: int, before: int) -> float:
         """Return how much sooner ``new`` tokens behind ``before`` others are done, if the first
         ``num_saved`` of them need not be computed but copied to the device."""
         rest_s = self.seconds(new - num_saved, before + num_saved)
-        return self.seconds(new, before) - rest_s - self._cost.prices[3] * num_saved
+        return self.seconds(new, before) - rest_s - self.prices[3] * num_saved
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -226,29 +206,21 @@ class PrefillCost:
         return TYPICAL_PREFILL_TOKENS / seconds if seconds > 0 else None
 
 
-class TransferCost:
-    """Seconds of loads from one tier, estimated from finished ones."""
+class TransferCost(OnlineCost):
+    """Seconds of loads from one tier, estimated from finished ones. Prices are seconds per load and
+    per byte."""
 
     def __init__(self, prior: Sequence[float] = PRIOR_TRANSFER) -> None:
-        self._cost = OnlineCost(
+        super().__init__(
             prior, (1.0, TYPICAL_TRANSFER_BYTES), level_half_life=TRANSFER_LEVEL_HALF_LIFE
         )
 
-    @property
-    def prices(self) -> tuple[float, ...]:
-        """Seconds per load, per byte."""
-        return self._cost.prices
-
-    @property
-    def num_observed(self) -> int:
-        return self._cost.num_observed
-
     def observe(self, num_bytes: int, seconds: float, num_loads: int = 1) -> None:
         """Learn that loads took ``seconds`` in all, from their turn to their end."""
-        self._cost.observe((num_loads, num_bytes), seconds)
+        self.learn((num_loads, num_bytes), seconds)
 
     def seconds(self, num_bytes: int, num_loads: int = 1) -> float:
-        return self._cost.predict((num_loads, num_bytes))
+        return self.predict((num_loads, num_bytes))
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -297,10 +269,6 @@ class CostModel:
         prefill: PrefillCost | None = None,
         transfers: Sequence[TransferCost] = (),
     ) -> None:
-        if page_tokens <= 0 or bytes_per_token <= 0:
-            raise ValueError(
-                f"a page of {page_tokens} tokens of {bytes_per_token} bytes holds nothing"
-            )
         self.page_tokens = page_tokens
         self.bytes_per_token = bytes_per_token
         self.prefill = PrefillCost() if prefill is None else prefill

@@ -62,8 +62,6 @@ class ResidentSet(Generic[Chain]):
     """Keeps chains in the host tier, at most ``capacity`` tokens of them; 0 keeps no chain."""
 
     def __init__(self, capacity: int) -> None:
-        if capacity < 0:
-            raise ValueError(f"a resident set cannot keep {capacity} tokens")
         self._capacity = capacity
         self._residents: OrderedDict[Chain, _Resident] = OrderedDict()  # least recently used first
         self._last_used: OrderedDict[Chain, int] = OrderedDict()  # of all chains, likewise

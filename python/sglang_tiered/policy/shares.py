@@ -81,6 +81,13 @@ class HostBudget:
         return int(self.own_tokens * HINT_SHARE)
 
 
+def has_room_to_load(limit: int, num_tokens: int, num_taken: int) -> bool:
+    """Return whether ``num_tokens`` may be loaded beside ``num_taken`` tokens under way, of
+    ``limit`` in all. One load always may, however large: a prompt longer than the limit must not
+    wait forever. A request that loads nothing waits for no load either."""
+    return num_tokens == 0 or num_taken == 0 or num_taken + num_tokens <= limit
+
+
 class StoreShare(NamedTuple):
     """One store. ``due_bytes``: it was asked to come down to that. ``keeps_bytes``: it cannot come
     below that now. ``wants_bytes``: as it is written to, it would like so much free.

@@ -65,8 +65,6 @@ class SpillQueue(Generic[Node]):
     that were handed over, by operation. Whether a node's store is under way is asked here."""
 
     def __init__(self, host_tokens: int, clock: Callable[[], float]) -> None:
-        if host_tokens <= 0:
-            raise ValueError(f"a host tier of {host_tokens} tokens has nothing to spill")
         self._host_tokens = host_tokens
         self._clock = clock
         # By value: what came back before what did not; oldest first in each.

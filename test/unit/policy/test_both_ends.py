@@ -45,8 +45,9 @@ def planned(
     )
     if found is None:
         return None
-    assert found.load.num_tokens == found.bounds[-1] - found.bounds[0]
-    return found.bounds
+    bounds, load = found
+    assert load.num_tokens == bounds[-1] - bounds[0]
+    return bounds
 
 
 def back_of(bounds: list[int]) -> BackLeft:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.cost_model import CostModel, OnlineCost, PrefillCost, TransferCost
+from sglang_tiered.policy.cost_model import (
+    MIN_GAIN,
+    CostModel,
+    OnlineCost,
+    PrefillCost,
+    TransferCost,
+)
 
 BATCH_S, TOKEN_S, PAIR_S = 4e-3, 4.5e-4, 1.5e-8  # two CPU cores
 LOAD_S, BYTE_S = 3e-3, 1 / 0.8e9
@@ -105,36 +111,88 @@ def test_load_ends_at_a_usable_state() -> None:
     assert costs.plan(**behind_a_queue).num_tokens in (0, 128, 2496, 3776)
 
 
-asked = st.fixed_dictionaries(
-    {
-        "num_held": st.integers(0, 40_000),
-        "num_new": st.integers(1, 5_000),  # and what is held
-        "num_before": st.integers(0, 40_000),
-        "ahead": st.tuples(st.integers(0, 200_000)),
-        "queue_wait_s": st.floats(0, 20),
-    }
+prices = st.tuples(st.floats(1e-6, 1.0), st.floats(1e-12, 1e-6))  # of a tier
+lengths = st.integers(0, 40)
+NUM_TIERS = 3
+
+
+@given(
+    tiers=st.tuples(prices, prices, prices),
+    order=st.permutations(range(NUM_TIERS)),
+    pages=st.tuples(lengths, lengths, lengths),
+    num_rest=st.integers(1, 2000),
+    num_before=st.integers(0, 40_000),
+    ahead=st.tuples(st.integers(0, 200_000)),
+    queue_wait_s=st.floats(0, 20),
 )
-
-
-@given(asked, st.floats(0.1, 1000))
-def test_no_plan_is_dearer_than_computing_everything(given: Any, slowdown: float) -> None:
+def test_a_plan_never_loads_what_costs_more(
+    tiers: tuple[tuple[float, float], ...],
+    order: list[int],
+    pages: tuple[int, ...],
+    num_rest: int,
+    num_before: int,
+    ahead: tuple[int],
+    queue_wait_s: float,
+) -> None:
+    """Than computing everything, or the first tiers alone."""
     costs = CostModel(
         page_tokens=64,
         bytes_per_token=BYTES_PER_TOKEN,
         prefill=PrefillCost((BATCH_S, TOKEN_S, PAIR_S)),
-        transfers=[TransferCost((slowdown * LOAD_S, slowdown * BYTE_S))],
+        transfers=[TransferCost(tier) for tier in tiers],
     )
-    num_new, num_before = given["num_held"] + given["num_new"], given["num_before"]
-    plan = costs.plan(**{**given, "num_new": num_new})
-    assert plan.num_tokens % 64 == 0
-    assert 0 <= plan.num_tokens <= given["num_held"]
+    held = [number * 64 for number in pages]
+    spans = [span for span in zip(order, held, strict=True) if span[1]]
+    num_new = sum(held) + num_rest
+    asked = {"num_new": num_new, "num_before": num_before}
+    waits = {"ahead": ahead, "queue_wait_s": queue_wait_s}
+    plan = costs.plan(num_held=sum(held), spans=spans, **asked, **waits)
+
+    def parts(num_tokens: int) -> list[int]:
+        taken = [0] * NUM_TIERS
+        for tier, length in spans:
+            taken[tier] = min(length, num_tokens)
+            num_tokens -= taken[tier]
+        return taken
+
     everything = costs.prefill.seconds(num_new, num_before)
-    saved = costs.prefill.saved_seconds(plan.num_tokens, num_new, num_before)
-    rest = costs.prefill.seconds(num_new - plan.num_tokens, num_before + plan.num_tokens)
-    assert rest + saved <= everything * (1 + 1e-9)  # the copy to the device costs something
-    waited = max(0.0, plan.load_s - given["queue_wait_s"]) if plan.num_tokens else 0.0
-    assert waited <= saved + everything * 1e-9
-    assert plan.saved_s == pytest.approx(saved)
+
+    def saved_s(num_tokens: int) -> float:
+        return costs.prefill.saved_seconds(num_tokens, num_new, num_before)
+
+    def total_s(num_tokens: int) -> float:
+        if not num_tokens:
+            return everything
+        load_s = costs.load_seconds(parts(num_tokens), ahead)
+        waits_s = max(0.0, load_s - queue_wait_s)
+        return waits_s + everything - (1 - MIN_GAIN) * saved_s(num_tokens)
+
+    assert plan.num_tokens % 64 == 0
+    assert list(plan.parts or [0] * NUM_TIERS) == parts(plan.num_tokens)
+    assert plan.num_remote == plan.num_tokens - parts(plan.num_tokens)[0]
+    assert plan.saved_s == pytest.approx(saved_s(plan.num_tokens))
+    rest_s = costs.prefill.seconds(num_new - plan.num_tokens, num_before + plan.num_tokens)
+    assert rest_s + plan.saved_s <= everything * (1 + 1e-9)  # a copy to the device costs something
+    best = total_s(plan.num_tokens)
+    for end in itertools.accumulate((length for _, length in spans), initial=0):
+        assert best <= total_s(end) * (1 + 1e-9), "each is a length it compared"
+
+
+def test_parts_of_a_load_are_read_together() -> None:
+    costs = CostModel(
+        page_tokens=64,
+        bytes_per_token=1000,
+        transfers=[TransferCost((0.0, price)) for price in (1e-6, 2e-6, 4e-6)],
+    )
+    for parts, of_slowest in (
+        ((200, 0, 100), 400 * 1e-6),
+        ((100, 0, 200), 800 * 1e-6),
+        ((100, 150, 20), 300 * 1e-6),
+    ):
+        assert costs.load_seconds(parts) == pytest.approx(1000 * of_slowest)
+    behind = costs.load_seconds((100, 0, 0), (100, 25, 50))
+    own, others = 100, 100 + 2 * 25 + 4 * 50
+    assert behind == pytest.approx((own + others) * 1e-3), "loads follow each other"
 
 
 def test_slow_load_is_bounded_by_the_queue_wait() -> None:
@@ -152,13 +210,6 @@ def test_slow_load_is_bounded_by_the_queue_wait() -> None:
     assert costs.plan(**held, queue_wait_s=6400 * 2 * TOKEN_S).num_tokens == 6400
 
 
-def test_loads_ahead_make_a_load_too_late() -> None:
-    costs = model()
-    held = {"num_held": 4000, "num_new": 4032, "num_before": 0}
-    assert costs.plan(**held, ahead=(10_000,)).num_tokens == 3968
-    assert costs.plan(**held, ahead=(10_000_000,)).num_tokens == 0
-
-
 def test_waiting_ends_where_computing_the_rest_is_sooner() -> None:
     costs = model()
     compute_s = costs.prefill.seconds(2000, 2000)
@@ -170,7 +221,7 @@ def test_waiting_ends_where_computing_the_rest_is_sooner() -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
 def test_a_clock_that_jumped_teaches_nothing(seconds: float) -> None:
     cost = OnlineCost((1.0, 1.0), (1.0, 1.0), level_half_life=1)
-    cost.observe((1.0, 1.0), seconds)
+    cost.learn((1.0, 1.0), seconds)
     assert cost.num_observed == 0
     assert cost.predict((1.0, 1.0)) == 2.0
 
@@ -181,6 +232,6 @@ def test_whatever_was_observed_costs_stay_finite_and_positive(
 ) -> None:
     cost = OnlineCost((1e-3, 1e-9), (1.0, 1e7), level_half_life=1)
     for fixed, size, seconds in observations:
-        cost.observe((fixed, size), seconds)
+        cost.learn((fixed, size), seconds)
     assert all(0 <= price < math.inf for price in cost.prices)
     assert 0 < cost.predict((1.0, 1e7)) < math.inf

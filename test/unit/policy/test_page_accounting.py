@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.page_accounting import EvictionOutcome, PageAccounting
+from sglang_tiered.policy.admission import EvictionOutcome, PageAccounting
 
 
 def pages(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -101,7 +101,7 @@ class Control:
         if paused:  # what waits in a buffer goes when its request is admitted
             cache.drop_loads(all_of_them=True)
         if scheduler.is_fully_idle(for_health_check=True, ignore_waiting=paused):
-            wait_for_loads(cache, lambda: cache.has_loads_under_way)
+            wait_for_loads(cache)
 
     def memory_was_flushed(self) -> None:
         """Release purged tenants once SGLang has emptied device and host memory."""

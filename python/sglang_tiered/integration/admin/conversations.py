@@ -48,7 +48,7 @@ from sglang_tiered.integration.admin.prefixes import (
     stored_name,
     tenant_of_body,
 )
-from sglang_tiered.integration.cache.hints import Hinted, chain_of
+from sglang_tiered.integration.cache.hints import Hint, chain_of
 from sglang_tiered.integration.cache.small_host import is_storing
 from sglang_tiered.integration.storage.host_pages import page_bytes
 from sglang_tiered.storage.base import PinRefusal, Run, Tier
@@ -203,7 +203,7 @@ def _until_durable(
 
 def _store_soon(cache: TieredRadixCache, path: Sequence[TreePathNodeInfo]) -> None:
     if cache.tiering is not None:
-        cache.tiering.store_soon(path)
+        cache.tiering.stores.store_soon(path)
 
 
 def make_durable(
@@ -464,25 +464,25 @@ def prefetch(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
     tokens, extra_key, cache_salt = named.selector
     extra_key = cache.hidden_tenants.key_of(extra_key, cache_salt)
     chain = chain_of(cache, tokens, extra_key, cache_salt)
-    hinted: Hinted = yield from _begin(cache, storage, hints, chain)
+    hint: Hint = yield from _begin(cache, storage, hints, chain)
     del body, named, tokens, chain  # long, and kept for as long as nobody asks again
     while True:  # hints are alike on all ranks
         store_of(cache)
-        if hinted.why_dropped:
-            hints.told(hinted)
-            raise CallError(hinted.why_dropped, 503)
+        if hint.why_dropped:
+            hints.told(hint)
+            raise CallError(hint.why_dropped, 503)
         yield {
-            "done": not hinted.is_active,
-            "num_tokens": hinted.num_pages * int(cache.page_size),
-            "num_in_memory": hinted.num_in_memory,
-            "num_loading": hinted.num_loading,
+            "done": not hint.is_active,
+            "num_tokens": hint.num_pages * int(cache.page_size),
+            "num_in_memory": hint.num_in_memory,
+            "num_loading": hint.num_loading,
         }
 
 
 def _begin(cache: TieredRadixCache, storage: TieredStorage, hints: Hints, chain: Chain) -> Steps:
     """Return the hint for a chain, a new one unless there is one. Raises ``CallError``."""
     if not chain.hashes:
-        return Hinted(chain, 0, 0)
+        return Hint(chain, 0, 0)
     earlier = hints.get(chain)
     if earlier is not None and (earlier.is_active or earlier.why_dropped):
         return earlier
@@ -496,8 +496,8 @@ def _begin(cache: TieredRadixCache, storage: TieredStorage, hints: Hints, chain:
     if not knows:
         raise CallError(NO_NAMESPACE, 503)
     if num_held < cache.prefetch_threshold:
-        return Hinted(chain, start, start)
-    hinted = hints.begin(chain, start, start + num_held)
-    if hinted is None:
+        return Hint(chain, start, start)
+    hint = hints.begin(chain, start, start + num_held)
+    if hint is None:
         raise CallError(hints.why_no_room(), 503)
-    return hinted
+    return hint

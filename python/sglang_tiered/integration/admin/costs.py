@@ -323,7 +323,7 @@ class CostPublisher:
             page_tokens=costs.page_tokens,
             kv_bytes_per_token=costs.bytes_per_token,
             prefill=PrefillPrices(
-                cast("tuple[float, float, float, float]", costs.prefill.all_prices),
+                cast("tuple[float, float, float, float]", costs.prefill.prices),
                 costs.prefill.num_observed,
             ),
             tiers=tiers,

@@ -9,6 +9,7 @@ threads and are only noted there; everything else runs on the scheduler thread.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sglang_tiered.integration.cache.loads import Loads, PricedLoad, RequestLoad, State
@@ -20,7 +21,6 @@ from sglang_tiered.policy.cost_model import (
     LoadPlan,
     remote_first,
 )
-from sglang_tiered.policy.hints import short_piece
 from sglang_tiered.policy.queue_wait import QueueWait
 from sglang_tiered.storage.base import REMOTE_TIERS, Tier
 
@@ -39,6 +39,10 @@ recover. A probe of another server takes some of its time; one of a bucket costs
 
 MIN_FAR_DEADLINE_S = 0.05
 ALWAYS_DEADLINE_S = 10.0  # of reads that are waited for, whatever they cost, and of their turn
+
+MAX_PIECE_S = 0.25
+"""What a load for which no request waits may take: loads end one after the other, so one that comes
+meanwhile waits for it. Or twice what the shortest takes, where a tier answers late."""
 
 TIERS = tuple(Tier)
 """The index of a tier is its number in the cost model."""
@@ -131,7 +135,7 @@ class LoadPlanner(Generic[Request]):
         return {
             "load_decisions": {} if self.follows else dict(self.tokens),  # another rank decides
             "prefill_tokens_per_s": prefill.tokens_per_s if prefill.num_observed else None,
-            "prefill_prices": dict(zip(PREFILL_UNITS, prefill.all_prices, strict=True))
+            "prefill_prices": dict(zip(PREFILL_UNITS, prefill.prices, strict=True))
             if prefill.num_observed
             else {},
             "load_prices": {
@@ -310,8 +314,9 @@ class LoadPlanner(Generic[Request]):
         )
         if plan is None:
             return None
-        record.load = PricedLoad(plan.load, is_back=True)
-        return plan.bounds
+        bounds, load = plan
+        record.load = PricedLoad(load, is_back=True)
+        return bounds
 
     def back_ended(self, request: Request, num_given_up: int) -> None:
         """Note that a load from the back has ended, of which so many tokens were not waited for.
@@ -413,12 +418,20 @@ class LoadPlanner(Generic[Request]):
         if not lengths:
             return num_planned
 
-        return short_piece(
-            lengths,
-            lambda length: self.costs.plan_of(
+        def plan_of(length: int) -> LoadPlan:
+            return self.costs.plan_of(
                 length, num_new=length + 1, num_before=num_before, spans=tiers
-            ),
-        )
+            )
+
+        bound_s = max(MAX_PIECE_S, 2 * plan_of(lengths[0]).load_s)
+        num_short = bisect_right(lengths, bound_s, key=lambda length: plan_of(length).load_s)
+        place = max(0, num_short - 1)
+        while place < len(lengths):
+            plan = plan_of(lengths[place])
+            if plan.load_s < plan.saved_s:
+                return lengths[place]
+            place = 2 * place + 1  # what a load takes by itself is as nothing in a longer one
+        return lengths[-1]
 
     def begins_ahead(
         self, request: Request, num_tokens: int, *, num_before: int, spans: Sequence[Span] = ()

@@ -22,14 +22,14 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.utils.rank_consensus_checker import assert_same
 
-from sglang_tiered.integration.cache.host_locks import HostLocks
+from sglang_tiered.integration.cache.hiding_cache import HostLocks
 from sglang_tiered.integration.cache.loads import (
     State,
+    Turns,
     allocate_now,
     restorable_ends,
 )
 from sglang_tiered.integration.cache.small_host import note_absent
-from sglang_tiered.policy.prefetch import PrefetchWindow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,14 +37,13 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
-    from sglang_tiered.integration.cache.host_copies import HostCopies
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.loads import PrefetchArguments, RequestLoad
     from sglang_tiered.integration.cache.returns import Returns
+    from sglang_tiered.integration.cache.spiller import Spiller
     from sglang_tiered.integration.observe.stories import Stories
     from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.policy.prefetch import PutOff
     from sglang_tiered.request_log import Why
     from sglang_tiered.storage.base import Span
 
@@ -94,7 +93,7 @@ class LoadScheduler:
         cache: HidingCache,
         planner: LoadPlanner[CacheRequestHandle],
         agreement: RankAgreement,
-        copies: HostCopies,
+        stores: Spiller,
         backs: Returns,
         *,
         window_tokens: int,
@@ -106,10 +105,10 @@ class LoadScheduler:
         self.planner = planner
         self._requests = planner.loads
         self.agreement = agreement
-        self._copies = copies
+        self._stores = stores
         self._backs = backs
         self._notes = notes
-        self._window: PrefetchWindow[CacheRequestHandle] = PrefetchWindow(window_tokens)
+        self._turns = Turns(window_tokens)
         self._num_steps = 0
         # In this step, of the requests in a state: how many more are looked at in queue order, and
         # in how many steps each of the others has its turn.
@@ -192,11 +191,11 @@ class LoadScheduler:
             self._drop_questions(request)
             return None
         # One that has just come overtakes nobody who waits for room.
-        ask = self._window.has_room if has_waited else self._window.has_room_for_next
+        ask = self._turns.has_room if has_waited else self._turns.has_room_for_next
         why: Why | None = None if ask(num_agreed, self.num_tokens()) else "window"
         if why is None and self._stores_in_the_way(num_agreed, storage):
             why = "stores"
-        has_path = why is None and self._copies.has_host_path(call.last_host_node_id)
+        has_path = why is None and self._stores.has_host_path(call.last_host_node_id)
         if why is not None or has_path is None:
             self._put_off(request, num_agreed, why or "copies")
             return None
@@ -258,38 +257,32 @@ class LoadScheduler:
             self._drop_questions(request)
             return
         self._notes.put_off(request, why)
-        put_off = self._defer(request, num_tokens)
+        self._defer(request, num_tokens)
         if why == "copies":  # which the next step makes
-            self._window.could_start(put_off)
+            self._turns.could_start(record)
 
-    def _defer(
-        self, request: CacheRequestHandle, num_tokens: int, *, rests: bool = False
-    ) -> PutOff[CacheRequestHandle]:
+    def _defer(self, request: CacheRequestHandle, num_tokens: int, *, rests: bool = False) -> None:
         self._withdraw(request)
         self._requests.move(request, State.DEFERRED if num_tokens else State.ASKED)
         record = self._requests.get(request)
         assert record.place is not None
         record.place.counts = False
-        record.put_off = self._window.put_off_load(
-            request, num_tokens, record.place.order, rests=rests
-        )
-        return record.put_off
+        self._turns.put_off(record, num_tokens, rests=rests)
 
     def _withdraw(self, request: CacheRequestHandle) -> None:
         """Put the load of a request off no longer."""
         record = self._requests.get(request)
-        if record.put_off is not None:
-            self._window.withdraw_load(record.put_off)
-            record.put_off = None
+        if record.num_put_off is not None:
+            self._turns.withdraw(record)
             self._requests.move(request, State.WAITING)
 
     def _attempt_put_off(self) -> None:
         """Let SGLang attempt the put-off loads whose turn has come, in this step: their requests
         may be far from their own admission. Where loads wait for stores too, that is asked at the
         admission alone."""
-        if (first := self._window.first_ready()) is not None:
-            self._make_room(first.num_tokens)
-        for request in self._window.turns(self.num_tokens(), only_ready=self._cache.has_small_host):
+        if (first := self._turns.first_ready()) is not None:
+            self._make_room(first.num_put_off or 0)
+        for request in self._turns.take(self.num_tokens(), only_ready=self._cache.has_small_host):
             self._attempt(request)
 
     def _make_room(self, num_tokens: int) -> None:
@@ -297,7 +290,7 @@ class LoadScheduler:
         evicted, and if so is loaded again once its request could start."""
         buffer = self._cache.buffer_pipeline
         for request in reversed(list(self._locks if buffer is None else buffer.staged_prefetches)):
-            if self._window.has_room(num_tokens, self.num_tokens()):
+            if self._turns.has_room(num_tokens, self.num_tokens()):
                 return
             record = self._requests.get(request)
             is_recent = self._num_steps - record.landed_at < GIVES_WAY_STEPS
@@ -313,7 +306,7 @@ class LoadScheduler:
                 self._defer(request, record.num_landed, rests=True)
 
     def _stores_in_the_way(self, num_tokens: int, storage: TieredStorage) -> int:
-        return self._copies.stores_in_the_way(num_tokens, storage, num_loading=self.num_tokens())
+        return self._stores.stores_in_the_way(num_tokens, storage, num_loading=self.num_tokens())
 
     def _agree_on_end(
         self,
@@ -370,8 +363,8 @@ class LoadScheduler:
             has_loaded = self._backs.may_start(request)
         elif self.rests(record):
             has_loaded = False
-        elif record.put_off is not None:
-            has_loaded = not self._stays_put_off(request, record.put_off)
+        elif record.num_put_off is not None:
+            has_loaded = not self._stays_put_off(record, record.num_put_off)
         else:
             has_loaded = bool(ask_sglang(request))
         if not has_loaded:
@@ -417,11 +410,9 @@ class LoadScheduler:
         for, so what was loaded for it gives way to no other load."""
         self._requests.get(request).landed_at = self._num_steps
 
-    def _stays_put_off(
-        self, request: CacheRequestHandle, put_off: PutOff[CacheRequestHandle]
-    ) -> bool:
-        """Whether a request whose load was put off goes on waiting."""
-        storage, num_tokens = self._cache.storage, put_off.num_tokens
+    def _stays_put_off(self, record: RequestLoad, num_tokens: int) -> bool:
+        """Whether a request whose load of so many tokens was put off goes on waiting."""
+        storage, request = self._cache.storage, record.request
         if storage is None:
             return False
         if num_tokens == 0:  # it waits for the other ranks alone
@@ -434,7 +425,7 @@ class LoadScheduler:
             self._drop_questions(request)
             return False
         if not in_the_way:
-            self._window.could_start(put_off)
+            self._turns.could_start(record)
         return True
 
     def _gains_by_its_turn(
@@ -558,11 +549,11 @@ class LoadScheduler:
     def has_room_ahead(self, num_tokens: int) -> bool:
         """Whether a load for which no request waits may begin: it overtakes none that one does."""
         is_idle = not self._cache.ongoing_prefetch
-        return is_idle and self._window.has_room_for_next(num_tokens, self.num_tokens())
+        return is_idle and self._turns.has_room_for_next(num_tokens, self.num_tokens())
 
     def waits_for_room(self) -> bool:
         """Whether a request's load waits until others leave it room."""
-        return self._window.waits_for_room
+        return self._turns.wait_for_room
 
     def detached(self) -> None:
         """End all waiting for turns."""
@@ -575,6 +566,6 @@ class LoadScheduler:
         self._num_unused = None
         self._locks.clear()
         self._num_left = dict.fromkeys(LOOKED_AT, 0)
-        self._window.clear()
+        self._turns.clear()
         self.planner.clear()
         self.agreement.drop_all()

@@ -1,8 +1,9 @@
 """``RequestLoad``: what is known of a request and its load, from when it comes until it leaves.
 
-``Loads`` holds the records of one scheduler. Those who plan loads, begin them and wait for them
-read and write the record. Apart from it are locks, the ranks' questions, and the stories that the
-request log tells. ``test/integration/load_states.py`` says which states follow each other.
+``Loads`` holds the records of one scheduler, and ``Turns`` says whose load begins next. Those who
+plan loads, begin them and wait for them read and write the record. Apart from it are locks, the
+ranks' questions, and the stories that the request log tells. ``test/integration/load_states.py``
+says which states follow each other.
 
 A record goes when SGLang admits or aborts its request. So there are no more of them than requests
 that SGLang holds, with their tokens, and no bound of ours. Scheduler thread only.
@@ -13,7 +14,9 @@ from __future__ import annotations
 import enum
 import math
 import time
+from bisect import bisect_left, insort
 from dataclasses import dataclass
+from itertools import chain, filterfalse
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -22,6 +25,7 @@ from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhas
 
 from sglang_tiered.metrics import DurationCounts, Durations
 from sglang_tiered.policy.cost_model import LoadPlan
+from sglang_tiered.policy.shares import has_room_to_load
 
 if TYPE_CHECKING:
     from array import array
@@ -31,11 +35,17 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.policy.prefetch import PutOff
     from sglang_tiered.policy.queue_wait import QueuePlace
 
 
 Request = TypeVar("Request")
+
+MAX_TURNS = 16
+"""Turns at once: a scheduler's step must not pay for a thousand."""
+
+MAX_IGNORED_TURNS = 4
+"""Turns in a row without a new attempt, after which others go first: its request does not wait for
+admission, or may be attempted no more."""
 
 
 class State(enum.IntEnum):
@@ -118,16 +128,18 @@ class Back:
     reach: int | None = None  # how far the tree holds the prompt, while the request waits again
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestLoad:
     """See the module docstring. Numbers are of tokens."""
 
+    request: Any = None
     state: State = State.WAITING
     place: QueuePlace | None = None  # in the queue
     prefix: dict[str, Any] | None = None  # the arguments of its last plan
     least: LoadPlan = LoadPlan((), 0.0, 0.0)  # the better of loading and computing
     load: PricedLoad | None = None
-    put_off: PutOff[Any] | None = None  # in the window, in the states ASKED and DEFERRED
+    num_put_off: int | None = None  # to load in its turn, in the states ASKED and DEFERRED
+    num_turns: int = 0  # since its last attempt
     back: Back | None = None  # of its prefix, in the state BOTH_ENDS
     # What is said of a waiting request when it leaves:
     num_held: int = 0  # in the tiers, when it came
@@ -166,13 +178,13 @@ class Loads(Generic[Request]):
     def get(self, request: Request) -> RequestLoad:
         """Return the record of a request. Of one that has not come, or that has left, it is blank,
         and nobody remembers what is written in it."""
-        return self._records.get(request) or RequestLoad()
+        return self._records.get(request) or RequestLoad(request)
 
     def of(self, request: Request) -> RequestLoad:
         """Return the record of a request, which comes if there is none."""
         record = self._records.get(request)
         if record is None:
-            record = self._records[request] = RequestLoad()
+            record = self._records[request] = RequestLoad(request)
             self._in_state[record.state][request] = None
         return record
 
@@ -240,7 +252,9 @@ class Loads(Generic[Request]):
     def keep_back(self, request: Request) -> None:
         """Forget all of a request that was admitted but the load of its back."""
         record = self._records[request]
-        self._records[request] = RequestLoad(record.state, load=record.load, back=record.back)
+        self._records[request] = RequestLoad(
+            request, record.state, load=record.load, back=record.back
+        )
 
     def drop(self, request: Request) -> None:
         """Drop a request that has left. Unknown ones are ignored."""
@@ -258,6 +272,95 @@ class Loads(Generic[Request]):
             if record.arrived_at is not None:
                 fresh = self.of(request)
                 fresh.arrived_at, fresh.held_up_at = record.arrived_at, record.held_up_at
+
+
+class Turns:
+    """The loads of one scheduler that were put off. Sizes are tokens.
+
+    Loads land in the host tier before their requests use them. If more were begun than fit, each
+    would evict an earlier one before its use. So at most ``limit`` tokens are loading, or loaded
+    and not yet used.
+
+    Room is given in one place, once a step (``take``), so the same room is promised once. Requests
+    that could start but for their load come first, in their order. The others, whose admission is
+    far, have what is left. The first without room keeps what there is, and nobody behind it begins.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._ready: set[RequestLoad] = set()  # that could have started since the last turns
+        self._order: list[RequestLoad] = []
+        self._num_tokens = 0  # of those that take turns
+
+    def has_room(self, num_tokens: int, num_taken: int) -> bool:
+        """Return whether ``num_tokens`` may be loaded beside ``num_taken`` under way."""
+        return has_room_to_load(self._limit, num_tokens, num_taken)
+
+    def has_room_for_next(self, num_tokens: int, num_taken: int) -> bool:
+        """The same for a request that has just come, and overtakes nobody who waits for room."""
+        return num_tokens == 0 or (not self.wait_for_room and self.has_room(num_tokens, num_taken))
+
+    @property
+    def wait_for_room(self) -> bool:
+        """Return whether a request that takes turns waits for room."""
+        return self._num_tokens > 0
+
+    def put_off(self, record: RequestLoad, num_tokens: int, *, rests: bool = False) -> None:
+        """Put the load of so many tokens off until it is attempted again. Turns are in the order of
+        admission. ``rests``: it takes no turn before its request could start."""
+        record.num_put_off, record.num_turns = num_tokens, MAX_IGNORED_TURNS if rests else 0
+        self._num_tokens += num_tokens * (not rests)
+        insort(self._order, record, key=_order)
+
+    def could_start(self, record: RequestLoad) -> None:
+        """Note that a request waits for nothing but its load, until the next turns."""
+        self._ready.add(record)
+        if record.num_turns >= MAX_IGNORED_TURNS:  # it is attempted after all
+            record.num_turns = 0
+            self._num_tokens += record.num_put_off or 0
+
+    def first_ready(self) -> RequestLoad | None:
+        """Return the first of the requests that could start."""
+        return min(self._ready, key=_order, default=None)
+
+    def withdraw(self, record: RequestLoad) -> None:
+        """Put a load off no more: it begins, or its request was aborted."""
+        first = bisect_left(self._order, _order(record), key=_order)
+        del self._order[self._order.index(record, first)]
+        self._ready.discard(record)
+        if record.num_turns < MAX_IGNORED_TURNS:
+            self._num_tokens -= record.num_put_off or 0
+        record.num_put_off = None
+
+    def take(self, num_taken: int, *, only_ready: bool = False) -> list[Any]:
+        """Return the requests whose loads find room now, one beside the other: first those that
+        could start (``only_ready``: no others), each time in their order. Each counts as a turn,
+        whatever comes of it."""
+        found: list[Any] = []
+        ready, self._ready = self._ready, set()
+        others = () if only_ready else filterfalse(ready.__contains__, self._order)
+        for record in chain(sorted(ready, key=_order), others):
+            num_tokens = record.num_put_off or 0
+            if record.num_turns >= MAX_IGNORED_TURNS:
+                continue
+            if len(found) >= MAX_TURNS or not self.has_room(num_tokens, num_taken):
+                break
+            num_taken += num_tokens
+            record.num_turns += 1
+            if record.num_turns == MAX_IGNORED_TURNS:
+                self._num_tokens -= num_tokens
+            found.append(record.request)
+        return found
+
+    def clear(self) -> None:
+        self._ready.clear()
+        self._order.clear()
+        self._num_tokens = 0
+
+
+def _order(record: RequestLoad) -> tuple[int, int]:
+    assert record.place is not None, "it waits in the queue"
+    return record.place.order
 
 
 # ---- What the tiers hold of a load ----

@@ -17,7 +17,7 @@ import json
 import math
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from sglang_tiered.integration.cache.tiering import Tiering
     from sglang_tiered.integration.storage.backend import TieredStorage
 
 
@@ -144,21 +143,14 @@ def make_planner(cache: Any, storage: TieredStorage, *, always: bool) -> LoadPla
     return LoadPlanner(costs, always=always, follows=storage.borrows)
 
 
-class _Launched(NamedTuple):
-    """A batch without a result."""
-
-    num_copied: int  # tokens that were copied to the device for it
-    is_prefill: bool
-
-
 class PrefillClock:
     """Times prefill batches by two AROUND hooks of one scheduler process. Scheduler thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ended_at = 0.0
-        # Batches without a result.
-        self._launched: OrderedDict[int, _Launched] = OrderedDict()
+        # Of batches without a result: tokens copied to the device, and whether it is a prefill.
+        self._launched: OrderedDict[int, tuple[int, bool]] = OrderedDict()
 
     def around_run(self, run: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
         tiering = _tiering_of(scheduler)
@@ -178,13 +170,13 @@ class PrefillClock:
             ended = self._clock()
             self._tell(tiering, batch, ended - begun, num_copied)
             if spans:
-                tiering.prefill_ended(ended)
+                tiering.work.ended(ended)
         else:
-            self._launched[batch.forward_iter] = _Launched(num_copied, is_prefill=bool(spans))
+            self._launched[batch.forward_iter] = num_copied, bool(spans)
             if len(self._launched) > MAX_LAUNCHED:
-                _, lost = self._launched.popitem(last=False)
-                if lost.is_prefill:
-                    tiering.prefill_ended(self._clock())
+                _, (_, is_prefill) = self._launched.popitem(last=False)
+                if is_prefill:
+                    tiering.work.ended(self._clock())
         return result
 
     def around_result(
@@ -194,17 +186,17 @@ class PrefillClock:
         returned = process(scheduler, batch, result)
         ended = self._clock()
         if batch.forward_iter in self._launched and batch.launch_ts is not None:
-            launched = self._launched.pop(batch.forward_iter)
+            num_copied, is_prefill = self._launched.pop(batch.forward_iter)
             if tiering is not None:
                 seconds = ended - max(batch.launch_ts, self._ended_at)
-                self._tell(tiering, batch, seconds, launched.num_copied)
-                if launched.is_prefill:
-                    tiering.prefill_ended(ended)
+                self._tell(tiering, batch, seconds, num_copied)
+                if is_prefill:
+                    tiering.work.ended(ended)
         self._ended_at = ended
         return returned
 
     @staticmethod
-    def _tell(tiering: Tiering, batch: Any, seconds: float, num_copied: int) -> None:
+    def _tell(tiering: Any, batch: Any, seconds: float, num_copied: int) -> None:
         if spans := _prefill_spans(batch):
             tiering.planner.note_batch(spans, seconds, num_copied)
             # On a CPU a copy is done when its call returns, before the batch runs.
@@ -212,9 +204,8 @@ class PrefillClock:
             tiering.notes.batch_ran(batch.reqs, spans, seconds, copies_beside=not is_cpu)
 
 
-def _tiering_of(scheduler: Any) -> Tiering | None:
-    tiering: Tiering | None = getattr(scheduler.tree_cache, "tiering", None)
-    return tiering
+def _tiering_of(scheduler: Any) -> Any:
+    return getattr(scheduler.tree_cache, "tiering", None)
 
 
 def _prefill_spans(batch: Any) -> list[tuple[int, int]]:

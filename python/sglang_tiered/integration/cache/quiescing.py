@@ -99,13 +99,12 @@ def wait_until_quiet(
     )
 
 
-def wait_for_loads(cache: UnifiedRadixCache, are_under_way: Callable[[], bool]) -> None:
+def wait_for_loads(cache: Any) -> None:
     """Wait for aborted loads, if nothing else is under way. Every rank makes this call in the same
-    step, when no request runs or waits. ``are_under_way``: the cache's ``has_loads_under_way``."""
-    if is_under_way(cache):
-        return
-    take_ends = partial(UnifiedRadixCache.check_hicache_events, cache)
-    _wait_while(cache, are_under_way, take_ends, seconds=REST_S)
+    step, when no request runs or waits."""
+    if not is_under_way(cache):
+        take_ends = partial(UnifiedRadixCache.check_hicache_events, cache)
+        _wait_while(cache, lambda: cache.has_loads_under_way, take_ends, seconds=REST_S)
 
 
 def _wait_while(

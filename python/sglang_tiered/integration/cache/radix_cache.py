@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_tiered.integration.cache import small_host
-from sglang_tiered.integration.cache.hiding_cache import HidingCache
+from sglang_tiered.integration.cache.hiding_cache import HidingCache, use_unmarked_core
 from sglang_tiered.integration.cache.hints import WEIGHTS
 from sglang_tiered.integration.cache.host_size import (
     check_asked_size,
@@ -35,31 +35,23 @@ from sglang_tiered.integration.cache.host_size import (
     use_host_bytes,
 )
 from sglang_tiered.integration.cache.loads import PrefetchArguments
-from sglang_tiered.integration.cache.prefill_times import make_planner
+from sglang_tiered.integration.cache.publishing import PublishingSession
 from sglang_tiered.integration.cache.quiescing import (
     LoadsUnderWay,
     is_under_way,
     next_items,
     wait_until_quiet,
 )
-from sglang_tiered.integration.cache.streaming_sessions import PublishingSession
 from sglang_tiered.integration.cache.tiering import Tiering
-from sglang_tiered.integration.cache.unmarked_core import use_unmarked_core
 from sglang_tiered.integration.identity import namespace
 from sglang_tiered.integration.identity.recent_requests import PrefixSelector, RecentRequests
 from sglang_tiered.integration.identity.request_names import conversation_of
 from sglang_tiered.integration.identity.tenants import SECRET_BITS
 from sglang_tiered.integration.observe.kv_events import TierEvents, tiers_of
 from sglang_tiered.integration.observe.stats import MetricsExporter, holdings, process_stats
-from sglang_tiered.integration.observe.stories import open_notes
-from sglang_tiered.integration.ranks import (
-    RankAgreement,
-    groups_of,
-    least_on_every_rank,
-)
+from sglang_tiered.integration.ranks import groups_of, least_on_every_rank
 from sglang_tiered.integration.storage.backend import TieredStorage
 from sglang_tiered.integration.storage.controller import NextLoad, NextStore, use_tiered_controller
-from sglang_tiered.policy.shares import HostBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -127,27 +119,11 @@ class TieredRadixCache(HidingCache):
         if storage is not None:
             storage.use_hidden(self.hidden_pages, counts_pages=self.buffer_pipeline is None)
             if self.pp_size == 1:
-                self.tiering = self._make_tiering(storage)
+                self.tiering = Tiering(self, storage, self.config)
             self._events = TierEvents.of_cache(self.tree_core, storage, params)
         if self._enable_metrics_flag:
             self._exporter = MetricsExporter(self.process_stats)
             self._exporter.export()  # every series is there before its first failure
-
-    def _make_tiering(self, storage: TieredStorage) -> Tiering:
-        config = self.config
-        nvme = None if config is None else config.nvme
-        planner = make_planner(self, storage, always=nvme is not None and nvme.always_load)
-        agreement = RankAgreement.of_cache(self)
-        log = None if config is None else config.request_log
-        notes = open_notes(log, planner, self.hidden_tenants.tenant_of)
-        return Tiering(self, storage, planner, agreement, self.host_budget(), notes=notes)
-
-    def host_budget(self) -> HostBudget:
-        """Return who may take how much of the host tier."""
-        host_tokens: int = self.cache_controller.mem_pool_host.logical_size
-        device_tokens: int = self.token_to_kv_pool_allocator.size_full
-        is_buffer = self.buffer_pipeline is not None
-        return HostBudget(host_tokens, device_tokens, is_small=self.has_small_host or is_buffer)
 
     # ---- What the parts ask ----
 
@@ -320,13 +296,13 @@ class TieredRadixCache(HidingCache):
         written: int = super()._execute_and_commit_kv_backup(action, write_back)
         last = action.node_ids[-1]
         if self.tiering is not None and not write_back and not self.holds_hidden(last):
-            self.tiering.copies.attempted(last)
+            self.tiering.stores.copy_attempted(last)
         return written
 
     def _execute_kv_backup(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         host_indices: torch.Tensor | None = super()._execute_kv_backup(*args, **kwargs)
         if self.tiering is not None:
-            self.tiering.copies.copied()
+            self.tiering.stores.copy_begun()
         if host_indices is not None and self.storage is not None:
             self.storage.accounting.note_written(host_indices)
         return host_indices
@@ -342,9 +318,12 @@ class TieredRadixCache(HidingCache):
 
     def write_backup_storage(self, node_id: int) -> None:
         """Take SGLang's order to store a node; the spiller decides when it is queued."""
-        if self._is_quiescing or (self.tiering is not None and self.tiering.offer_store(node_id)):
+        if self._is_quiescing:
             return
-        if not self.is_erased(node_id):
+        tiering = None if self.storage is None else self.tiering
+        if tiering is not None and self.tree_core.is_backuped(node_id):
+            tiering.stores.offer_node(node_id)
+        elif not self.is_erased(node_id):
             self.begin_store(node_id)
 
     def _drain_storage_control_queues_impl(
@@ -370,7 +349,7 @@ class TieredRadixCache(HidingCache):
 
     def pages_shown(self, nodes: Sequence[TreePathNodeInfo]) -> None:
         if self.tiering is not None:
-            self.tiering.store_soon(nodes)
+            self.tiering.stores.store_soon(nodes)
             return
         copied = {n for each in self.ongoing_write_through.values() for n in each.publish_node_ids}
         for node in nodes:  # the end of a copy brings its store with it

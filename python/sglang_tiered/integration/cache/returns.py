@@ -6,7 +6,7 @@ holds what comes before it, a segment that has arrived stays with its operation,
 pages and counts them. At a chunk boundary what has arrived is hung into the tree, and the request
 yields. It gives its row back, which loses nothing, since the tree has just taken its progress. Then
 it goes to the head of the waiting queue, where SGLang matches the device's front and the host's
-back.
+back. The functions at the end are hooks into SGLang's admission.
 
 Scheduler thread only. Several ranks come to the same decisions. What has arrived is the same on all
 of them, since SGLang takes note of it in the same step. What a rank's own prices and clock say is
@@ -15,15 +15,21 @@ reduced where it decides, at chunk boundaries and while such a request waits.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.managers.schedule_batch import split_cached_prefix_by_tier
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_tiered.integration.cache.host_locks import HostLocks
+from sglang_tiered.integration.cache.hiding_cache import HostLocks
 from sglang_tiered.integration.cache.loads import Back, Segment, State, allocate_now
 from sglang_tiered.integration.ranks import least_on_every_rank
 from sglang_tiered.policy.both_ends import (
@@ -36,7 +42,7 @@ from sglang_tiered.policy.both_ends import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sglang_tiered.integration.cache.load_planner import LoadPlanner
     from sglang_tiered.integration.cache.loads import PrefetchArguments
@@ -49,6 +55,13 @@ ATTEMPT = -1
 """Of the handles of segments: those of requests, whose names are their clients', count from 0."""
 FAR = 1 << 40
 """In place of where a chunk ends: nowhere."""
+
+MAX_PASSED = 8
+"""Requests that others may pass in one pass, since a chunk of theirs would be the second one."""
+
+_NUM_PASSED = "_sglang_tiered_num_passed"  # of SGLang's adder, which is one of a pass
+
+logger = logging.getLogger(__name__)
 
 
 def _has_place(scheduler: Any) -> bool:
@@ -76,15 +89,14 @@ class Returns:
         self._locks: HostLocks[CacheRequestHandle] = HostLocks(cache)
         self._inserting: CacheRequestHandle | None = None
         self._numbers = itertools.count()
+        self._is_on: bool | None = None  # None until the scheduler was looked at
 
-    def __contains__(self, request: CacheRequestHandle) -> bool:
-        return self._of(request) is not None
-
-    def _of(self, request: CacheRequestHandle) -> Back | None:
+    def back_of(self, request: CacheRequestHandle) -> Back | None:
+        """Return what loads from the back of a request's prefix, if anything does."""
         return self._loads.get(request).back
 
     def _all(self) -> list[Back]:
-        found = map(self._of, self._loads.in_state(State.BOTH_ENDS))
+        found = map(self.back_of, self._loads.in_state(State.BOTH_ENDS))
         return [record for record in found if record is not None]
 
     def _segment(self, handle: CacheRequestHandle) -> tuple[Back, Segment] | None:
@@ -97,6 +109,17 @@ class Returns:
         return None
 
     # ---- It begins ----
+
+    def comes(self, scheduler: Any, req: Any) -> None:
+        """Allow the request whose load is planned next to be computed in chunks of ours."""
+        if self._is_on is None:
+            self._is_on = _is_on(scheduler)
+        # An operator may change the threshold of a running server. From 2 on, what was computed
+        # once gets no host copy, below which a back could hang.
+        has_copies = self._cache.write_through_threshold <= 1
+        record = self._loads.of(req.cache_request_handle)
+        record.may_yield = self._is_on and has_copies and _may_yield(req)
+        record.has_run = req.already_computed > 0
 
     def pays(self, call: PrefetchArguments, num_held: int, ends: Sequence[int] | None) -> bool:
         """Whether to read the ``num_held`` tokens that the tiers hold from their back, as far as
@@ -283,7 +306,7 @@ class Returns:
 
     def may_start(self, request: CacheRequestHandle) -> bool:
         """Whether a request may be admitted now: it can compute, or what it waits for is there."""
-        record = self._of(request)
+        record = self.back_of(request)
         if record is None or record.reach is None:
             return True
         first = record.segments[0] if record.segments else None
@@ -293,17 +316,15 @@ class Returns:
 
     def end_of_chunk(self, req: Any, start: int) -> int | None:
         """Return where a chunk of a request that begins at ``start`` ends at the latest."""
-        record = self._of(req.cache_request_handle)
+        record = self.back_of(req.cache_request_handle)
         if record is None:
             return None
         record.req = req
-        end = FAR if self._planner.follows else self._own_end(record, start)
-        end = self._least(end)
-        return None if end == FAR else end
-
-    def _own_end(self, record: Back, start: int) -> int:
-        end = end_of_chunk(self._planner.costs, self._left(record), start)
-        return FAR if end is None else end
+        end = None
+        if not self._planner.follows:
+            end = end_of_chunk(self._planner.costs, self._left(record), start)
+        least = self._least(FAR if end is None else end)
+        return None if least == FAR else least
 
     def _least(self, value: int) -> int:
         """Return the smallest value of all ranks, which make this call in the same place."""
@@ -313,7 +334,7 @@ class Returns:
     def chunk_ended(self, scheduler: Any, req: Any) -> None:
         """Go on, or yield: what comes next has arrived, or is sooner loaded than computed. Called
         when the tree has taken over what a chunk computed."""
-        record = self._of(req.cache_request_handle)
+        record = self.back_of(req.cache_request_handle)
         if record is None:
             return
         begin = req.kv.cache_protected_len
@@ -345,7 +366,7 @@ class Returns:
 
     def admitted(self, req: Any, *, is_chunked: bool) -> None:
         """Note that a part of a request runs, the last one if it is not ``is_chunked``."""
-        record = self._of(req.cache_request_handle)
+        record = self.back_of(req.cache_request_handle)
         if record is None:
             return
         if is_chunked:
@@ -391,7 +412,7 @@ class Returns:
         """Drop what is still to come for a request, or one of its segments. Unknown ones are
         ignored."""
         self.revoked(request)
-        record = self._of(request)
+        record = self.back_of(request)
         if record is not None:
             self._loads.get(request).back = None
             self._loads.move(request, State.WAITING)
@@ -413,3 +434,149 @@ class Returns:
     def clear(self) -> None:
         """Drop the locks: the tree was emptied. What loads was dropped with the records."""
         self._locks.clear()
+
+
+# ---- Hooks ----
+
+
+def drop_segment_lines(record: logging.LogRecord) -> bool:
+    """Filter SGLang's line on every load that ends, where it is a part of one."""
+    return record.levelno > logging.INFO or f"req={HANDLE_PREFIX}" not in record.getMessage()
+
+
+def _returns_of(cache: Any) -> Returns | None:
+    tiering = getattr(cache, "tiering", None)
+    return None if tiering is None else tiering.returns
+
+
+def _reason_against(scheduler: Any) -> str | None:
+    """Return what a server does with which a request cannot yield between its chunks."""
+    cache = scheduler.tree_cache
+    reasons = {
+        "prefill and decode are apart": scheduler.disaggregation_mode
+        is not DisaggregationMode.NULL,
+        "prefill is not chunked": scheduler.chunked_prefill_size is None,
+        "it speculates": not scheduler.spec_algorithm.is_none(),
+        "the model's states lie at some places only": len(cache.tree_components) > 1,
+        "the host tier is smaller than device memory": cache.has_small_host,
+        "host memory is written back": cache.is_write_back,
+        "chunks are aligned": scheduler.truncation_align_size is not None,
+        "requests may preempt others": scheduler.enable_priority_preemption,
+        "requests may wait for so long only": envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0,
+        "it is a diffusion model": scheduler.dllm_config is not None,
+        "the model makes embeddings": not scheduler.is_generation,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def _is_on(scheduler: Any) -> bool:
+    """Whether the operator wants prefixes to be computed from both ends, and the server can."""
+    config = scheduler.tree_cache.config
+    if config is None or config.nvme is None or not config.nvme.both_ends:
+        return False
+    reason = _reason_against(scheduler)
+    if reason is not None:
+        logger.info("Nothing is loaded from its back while its front is computed: %s.", reason)
+    return reason is None
+
+
+def _may_yield(req: Any) -> bool:
+    """Whether what a request has computed is in the tree after each chunk, and nowhere else. And
+    whether nothing is wanted of it that only one prefill without a gap gives."""
+    return not (
+        req.skip_radix_cache_insert
+        or (req.return_logprob and req.logprob_start_len >= 0)
+        or req.return_hidden_states
+        or req.return_routed_experts
+        or req.return_indexer_topk
+        or req.session is not None
+        or req.beam_group is not None
+        or req.input_embeds is not None
+        or req.token_indices_to_pool is not None
+        or req.retracted_stain
+    )
+
+
+def _drop_hits(adder: Any, req: Any, prefix_len: int) -> None:
+    """Take what a request had before it yielded from a batch's hits by tier, nearest first."""
+    hits = split_cached_prefix_by_tier(
+        prefix_len=prefix_len,
+        host_hit_len=req.materialized_host_hit_len(),
+        storage_hit_len=req.storage_hit_length,
+        storage_hit_start=req.storage_hit_start,
+        host_hit_is_storage=req.host_hit_is_storage,
+    )
+    num_left = req.already_computed
+    for tier, num_tokens in zip(("device", "host", "storage"), hits, strict=True):
+        num_taken = min(num_left, num_tokens)
+        num_left -= num_taken
+        name = f"log_{tier}_hit_tokens"
+        setattr(adder, name, getattr(adder, name) - num_taken)
+
+
+def around_select(original: Callable[..., Any], adder: Any, req: Any, **named: Any) -> Any:
+    """Have a chunk of a front end where it is expected to meet its back."""
+    verdict = original(adder, req, **named)
+    returns = _returns_of(adder.tree_cache)
+    if returns is None or isinstance(verdict, AddReqResult):
+        return verdict
+    # Of what it computed before it yielded, a part may be gone, and its record with it.
+    req.already_computed = min(req.already_computed, verdict.prefix_len)
+    req.kv.cache_inserted_len = min(req.kv.cache_inserted_len, verdict.prefix_len)
+    # SGLang tracks one unfinished chunk, and a chunk that ends early leaves room for another.
+    has_chunked = named.get("has_chunked_req") or adder.new_chunked_req is not None
+    if verdict.is_chunked and has_chunked:
+        return _wait(adder, req)
+    end = returns.end_of_chunk(req, verdict.prefix_len)
+    if end is not None and verdict.prefix_len + verdict.extend_len > end:
+        verdict = dataclasses.replace(
+            verdict, extend_len=end - verdict.prefix_len, max_new_tokens=0, is_chunked=True
+        )
+    return _wait(adder, req) if verdict.is_chunked and has_chunked else verdict
+
+
+def _wait(adder: Any, req: Any) -> AddReqResult:
+    """Have a request wait until another one is done with its chunks, but those behind it only
+    once some wait like this: each costs a match. Of a LoRA adapter that is refused SGLang takes
+    note as of one that runs."""
+    num_passed = getattr(adder, _NUM_PASSED, 0) + 1
+    setattr(adder, _NUM_PASSED, num_passed)
+    may_pass = num_passed <= MAX_PASSED and req.lora_id is None
+    return AddReqResult.CONTINUE if may_pass else AddReqResult.OTHER
+
+
+def around_add_chunked(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    """Do the same for the next chunk."""
+    returns = _returns_of(adder.tree_cache)
+    if returns is None:
+        return original(adder, req)
+    end = returns.end_of_chunk(req, req.prefix_len)
+    if end is not None:
+        limit = end - req.prefix_len
+        own = adder.chunked_req_limit
+        adder.chunked_req_limit = limit if own is None else min(limit, own)
+    rest = original(adder, req)
+    if rest is None:
+        returns.admitted(req, is_chunked=False)
+    return rest
+
+
+def after_commit(_: Any, adder: Any, req: Any, admission: Any, *__: Any) -> None:
+    """Note that a request is in the next batch, and with what."""
+    returns = _returns_of(adder.tree_cache)
+    if returns is None or returns.back_of(req.cache_request_handle) is None:
+        return
+    if req.already_computed:
+        # SGLang counts a request's tiers once, as it is first admitted, and a batch's hits
+        # each time: what the request had before it yielded is none of this batch's.
+        req.cached_tokens_storage += admission.prefix_len - req.already_computed
+        adder.log_hit_tokens -= req.already_computed
+        _drop_hits(adder, req, admission.prefix_len)
+    returns.admitted(req, is_chunked=admission.is_chunked)
+
+
+def after_stash(_: Any, scheduler: Any, req: Any) -> None:
+    """Note that the tree has taken over what a chunk computed."""
+    returns = _returns_of(scheduler.tree_cache)
+    if returns is not None:
+        returns.chunk_ended(scheduler, req)

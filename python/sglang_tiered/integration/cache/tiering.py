@@ -11,80 +11,133 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sglang_tiered.integration.cache.hiding_cache import HostLocks
 from sglang_tiered.integration.cache.hints import DETACHED, Hints
-from sglang_tiered.integration.cache.host_copies import HostCopies
-from sglang_tiered.integration.cache.host_locks import Residents
 from sglang_tiered.integration.cache.load_scheduler import LoadScheduler
+from sglang_tiered.integration.cache.prefill_times import make_planner
 from sglang_tiered.integration.cache.returns import Returns
 from sglang_tiered.integration.cache.small_host import COPY_SHARE
 from sglang_tiered.integration.cache.spiller import Spiller
-from sglang_tiered.integration.ranks import first_ranks
+from sglang_tiered.integration.observe.stories import open_notes
+from sglang_tiered.integration.ranks import RankAgreement, first_ranks
 from sglang_tiered.policy.queue_wait import PrefillWork
+from sglang_tiered.policy.residents import ResidentSet
+from sglang_tiered.policy.shares import HostBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
-
+    from sglang_tiered.config import TieredConfig
     from sglang_tiered.integration.cache.hiding_cache import HidingCache
-    from sglang_tiered.integration.cache.load_planner import LoadPlanner
-    from sglang_tiered.integration.observe.stories import Stories
-    from sglang_tiered.integration.ranks import RankAgreement
     from sglang_tiered.integration.storage.backend import TieredStorage
-    from sglang_tiered.policy.shares import HostBudget
 
 
 MIN_COST_S = 1e-6
+
+
+class Residents:
+    """``ResidentSet`` over SGLang's tree; the scheduler thread's. A chain goes by the hash of its
+    last page, which a node keeps when the tree splits it.
+
+    ``cost_of``: seconds per token to bring a chain back that ends in a node with this hash and is
+    so many tokens long.
+    """
+
+    def __init__(
+        self, cache: HidingCache, capacity: int, cost_of: Callable[[int, str, int], float]
+    ) -> None:
+        self._core = cache.tree_core
+        self._set: ResidentSet[str] = ResidentSet(capacity)
+        self._cost_of = cost_of
+        self._pins: HostLocks[str] = HostLocks(cache)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._set.num_tokens
+
+    def offer_node(self, node_id: int) -> None:
+        """Pin the chain that ends in a node, if it is to stay: the node was copied to host memory
+        or loaded back."""
+        if not self._core.is_backuped(node_id):
+            return
+        chain = self._core.get_last_hash_value(node_id)
+        path = self._core.collect_path_info([node_id])[0]
+        if chain is None or not path:
+            return
+        num_tokens = path[-1].path_end
+        cost = self._cost_of(node_id, chain, num_tokens)
+        hashes = [self._core.get_last_hash_value(node.node_id) for node in path[:-1]]
+        beginnings = [each for each in hashes if each is not None]
+        offer = self._set.offer_chain(chain, num_tokens, cost, beginnings)
+        for dismissed in offer.dismissed:
+            self._pins.unlock(dismissed)
+        if offer.accepted:
+            self._pins.lock(chain, node_id)
+
+    def note_use(self, node_id: int) -> None:
+        """Note that a chain was loaded back. A longer prompt uses the residents among its
+        prefixes."""
+        for node in self._core.collect_path_info([node_id])[0]:
+            if self._core.get_last_hash_value(node.node_id) in self._set:
+                self.offer_node(node.node_id)
+        self.offer_node(node_id)
+
+    def note_eviction(self, num_tokens: int) -> None:
+        """Note that the tier evicted so many tokens of others."""
+        self._set.note_eviction(num_tokens)
+
+    def dismiss_one(self) -> bool:
+        """Unpin the resident that is worth least; False if there is none."""
+        chain = self._set.evict_chain()
+        if chain is None:
+            return False
+        self._pins.unlock(chain)
+        return True
+
+    def clear(self) -> None:
+        """Drop all residents: the tree was emptied."""
+        self._set.clear()
+        self._pins.clear()
 
 
 class Tiering:
     """Decides on loads, on copies to host memory, on stores, and on what stays in host memory."""
 
     def __init__(
-        self,
-        cache: HidingCache,
-        storage: TieredStorage,
-        planner: LoadPlanner[CacheRequestHandle],
-        agreement: RankAgreement,
-        budget: HostBudget,
-        *,
-        notes: Stories,
+        self, cache: HidingCache, storage: TieredStorage, config: TieredConfig | None
     ) -> None:
         self._cache = cache
-        self.planner = planner
-        self.notes = notes
-        self.copies = HostCopies(cache, waiting_stores=self._waiting_stores)
-        self.returns = Returns(cache, planner, notes)
+        nvme = None if config is None else config.nvme
+        self.planner = make_planner(cache, storage, always=nvme is not None and nvme.always_load)
+        log = None if config is None else config.request_log
+        self.notes = open_notes(log, self.planner, cache.hidden_tenants.tenant_of)
+        budget = HostBudget(
+            int(cache.cache_controller.mem_pool_host.logical_size),
+            int(cache.token_to_kv_pool_allocator.size_full),
+            is_small=cache.has_small_host or cache.buffer_pipeline is not None,
+        )
+        window_tokens = budget.loading_tokens
+        self.stores = Spiller(cache, budget, num_loading=self._num_loading)
+        self.returns = Returns(cache, self.planner, self.notes)
         self.loads = LoadScheduler(
             cache,
-            planner,
-            agreement,
-            self.copies,
+            self.planner,
+            RankAgreement.of_cache(cache),
+            self.stores,
             self.returns,
-            window_tokens=budget.loading_tokens,
-            notes=notes,
+            window_tokens=window_tokens,
+            notes=self.notes,
         )
         self.residents = Residents(cache, budget.resident_tokens, self.cost_to_bring_back)
-        self.stores = Spiller(
-            cache,
-            self.copies,
-            budget,
-            num_loading=self.loads.num_tokens,
-        )
         self.hints = Hints(
-            cache,
-            self.loads,
-            self.copies,
-            budget.hinted_tokens,
-            window_tokens=budget.loading_tokens,
+            cache, self.loads, self.stores, budget.hinted_tokens, window_tokens=window_tokens
         )
         self._num_copied = 0  # to the device, for the next batch
         self.work = PrefillWork()
         # Tells routers the costs, of a scheduler that will be away for so many seconds; once there
         # is one, if anybody is told.
         self.publish_costs: Callable[[float], None] | None = None
-        storage.use_planner(planner)
-        storage.meter_of = notes.meter_of
+        self.attached(storage)
         if cache.has_small_host:
             core = cache.tree_core
             core.max_copy_tokens = max(cache.page_size, int(budget.host_tokens * COPY_SHARE))
@@ -99,7 +152,7 @@ class Tiering:
     # ---- Attached and detached ----
 
     def attached(self, storage: TieredStorage) -> None:
-        """Use tiers that an operator attached again."""
+        """Use tiers, at the start or when an operator attached them again."""
         self.planner.drop_reads()
         storage.use_planner(self.planner)
         storage.meter_of = self.notes.meter_of
@@ -113,21 +166,6 @@ class Tiering:
 
     # ---- Stores ----
 
-    def offer_store(self, node_id: int) -> bool:
-        """Queue the store of a node, for which SGLang asks, in its turn. Returns False if SGLang
-        shall queue it itself."""
-        storage = self._cache.storage
-        if storage is None or not self._cache.tree_core.is_backuped(node_id):
-            return False
-        self.stores.offer_node(node_id, storage)
-        return True
-
-    def store_soon(self, path: Any) -> None:
-        """Store the nodes of a path soon: a checkpoint waits for them."""
-        storage = self._cache.storage
-        if storage is not None:
-            self.stores.store_soon(path, storage)
-
     @property
     def awaits_stores(self) -> bool:
         """Whether nodes wait for their store, of which a reset of the tree would drop all. Not if
@@ -138,7 +176,6 @@ class Tiering:
     def stores_ended(self, results: Sequence[Any]) -> None:
         """Free what stores held on to, once SGLang has taken their results."""
         storage = self._cache.storage
-        self.copies.stores_ended()
         self.stores.ended(results, 0.0 if storage is None else storage.gate.waited_s)
 
     # ---- What stays in host memory ----
@@ -168,10 +205,6 @@ class Tiering:
         if self.publish_costs is not None:
             self.publish_costs(expected_s)
 
-    def prefill_ended(self, now: float) -> None:
-        """Note the end of the first prefill batch that was launched and has not ended."""
-        self.work.ended(now)
-
     def loaded_back(self, params: Any, num_tokens: int) -> None:
         """Note the use of a prefix that was matched, and of which so many tokens are copied to the
         device."""
@@ -199,8 +232,8 @@ class Tiering:
         )
         return max(seconds, MIN_COST_S) / num_tokens
 
-    def _waiting_stores(self) -> list[int]:
-        return self.stores.queue.waiting()
+    def _num_loading(self) -> int:
+        return self.loads.num_tokens()
 
     def _is_stored(self, hashes: Sequence[str]) -> bool:
         storage = self._cache.storage
@@ -222,13 +255,12 @@ class Tiering:
             hide(())
         if self.publish_costs is not None:
             self.publish_costs(0.0)
-        self.copies.begin_step()
+        self.stores.begin_step()
         self.loads.step()
         self.returns.step()
-        if storage is None:
-            self.copies.retry()
-            return
         self.stores.step(storage)
+        if storage is None:
+            return
         storage.settle_namespace()
         self.hints.step(storage)
         self.hide_heard()
@@ -244,7 +276,6 @@ class Tiering:
         """Drop the nodes and locks of a tree that was emptied."""
         self.loads.clear()
         self.returns.clear()
-        self.copies.clear()
         self.stores.clear()
         self.residents.clear()
         self.hints.tree_was_reset()

@@ -66,7 +66,7 @@ def process_stats(
             "planner": planner,
             "reads": reads[Tier.NVME],
             "spill": tiering.stores.queue,
-            "copies": tiering.copies,
+            "copies": tiering.stores,
             "hints": tiering.hints,
             "waits": tiering.planner.loads.wait_stats(),
             "request_log_dropped": tiering.notes.num_dropped,

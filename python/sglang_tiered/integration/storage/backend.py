@@ -51,7 +51,7 @@ from sglang_tiered.integration.storage.tiers import (
     open_remote_tiers,
     open_shard,
 )
-from sglang_tiered.policy.page_accounting import PageAccounting, store_outcomes
+from sglang_tiered.policy.admission import PageAccounting, store_outcomes
 from sglang_tiered.sharing.lending import BorrowedEngine, PageLender
 from sglang_tiered.storage.base import REMOTE_TIERS, Erasure, Reason, Run, Stop, Tier
 from sglang_tiered.storage.promises import all_true, keep, keep_as, promise

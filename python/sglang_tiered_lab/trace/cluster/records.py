@@ -30,7 +30,7 @@ class Reporter:
     def __init__(self, server: Server, costs: CostModel) -> None:
         self._server, self._costs = server, costs
         self._prefill = PrefillPrices(
-            cast("tuple[float, float, float, float]", costs.prefill.all_prices), 1
+            cast("tuple[float, float, float, float]", costs.prefill.prices), 1
         )
         self._tiers = {
             name: TierPrices(cast("tuple[float, float]", cost.prices), 1, healthy=True)

@@ -1,6 +1,6 @@
 """``tiered``: this package's policies, the real classes, on modelled tiers.
 
-``Admission``, ``DailyBudget``, ``HostBudget``, ``PrefetchWindow``, ``ResidentSet`` and
+``Admission``, ``DailyBudget``, ``HostBudget``, ``ResidentSet`` and
 ``CostModel`` are what a server runs; the log is ``RegionLog``. The order of the calls is that of
 ``integration``, for a scheduler that decides alone.
 """
@@ -21,9 +21,8 @@ from sglang_tiered.policy.admission import (
     backlog_pressure,
 )
 from sglang_tiered.policy.cost_model import CostModel
-from sglang_tiered.policy.prefetch import PrefetchWindow
 from sglang_tiered.policy.residents import ResidentSet
-from sglang_tiered.policy.shares import HostBudget
+from sglang_tiered.policy.shares import HostBudget, has_room_to_load
 from sglang_tiered_lab.trace.replay.radix import RadixStack, Store
 from sglang_tiered_lab.trace.replay.region_log import RegionLog
 
@@ -66,7 +65,7 @@ class TieredStack(RadixStack):
         budget = HostBudget(sizes.host_tokens, sizes.device_tokens)
         self._residents: ResidentSet[int] = ResidentSet(budget.resident_tokens)
         self._resident_chains: dict[int, tuple[int, ...]] = {}
-        self._window: PrefetchWindow[Job] = PrefetchWindow(budget.loading_tokens)
+        self._window_tokens = budget.loading_tokens
         self._put_off: dict[Job, int] = {}  # tokens to load
         self._costs = CostModel(
             page_tokens=unit_tokens, bytes_per_token=hardware.kv_bytes_per_token
@@ -185,7 +184,7 @@ class TieredStack(RadixStack):
             return
         stop = start + num_units
         num_tokens = min(held_tokens, plan.num_tokens)
-        if not self._window.has_room(num_tokens, self._loading_tokens):
+        if not has_room_to_load(self._window_tokens, num_tokens, self._loading_tokens):
             if job not in self._put_off:
                 totals.loads_put_off += 1
                 self.num_put_off += 1
@@ -257,7 +256,7 @@ class TieredStack(RadixStack):
             if job not in self._put_off:
                 continue
             num_tokens = self._put_off[job]
-            if not self._window.has_room(num_tokens, self._loading_tokens):
+            if not has_room_to_load(self._window_tokens, num_tokens, self._loading_tokens):
                 return  # those behind it wait their turn
             put_off = self._totals.loads_put_off
             self._withdraw(job)

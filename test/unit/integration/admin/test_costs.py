@@ -71,7 +71,7 @@ def test_record_tells_what_the_planner_believes(server: Server) -> None:
     server.scheduler.chunked_req = SimpleNamespace(seqlen=900, extend_end=300)
     server.cache.tiering.prefill_begins([(300, 0)], server.now)
     record, costs = server.read(), planner.costs
-    assert record.prefill.prices == costs.prefill.all_prices
+    assert record.prefill.prices == costs.prefill.prices
     tiers = [record.tiers[tier.value] for tier in Tier]
     assert [tier.prices for tier in tiers] == [cost.prices for cost in costs.transfers]
     assert [tier.healthy for tier in tiers] == [True, False, False]

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session
 
-from sglang_tiered.integration.cache.answer_checkpoints import checkpoint_answers
+from sglang_tiered.integration.cache.publishing import checkpoint_answers
 
 PROMPT = array("q", range(1, 4 * PAGE + 6))
 ANSWER = array("q", range(1000, 2000))

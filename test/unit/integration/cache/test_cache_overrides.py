@@ -6,7 +6,7 @@ import pytest
 from cache_world import PAGE, CacheWorld, hashes_of, prompt
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_tiered.policy.page_accounting import EvictionOutcome as Left
+from sglang_tiered.policy.admission import EvictionOutcome as Left
 
 TOKENS = prompt(1, 4)
 
@@ -34,13 +34,13 @@ def test_skipped_copy_is_made_when_room_comes(world: CacheWorld) -> None:
     world.compute(TOKENS)
     for _ in range(200):
         world.cache.check_hicache_events()
-    assert world.num_stored() == 0 and world.cache.tiering.copies.num_skipped == 1
+    assert world.num_stored() == 0 and world.cache.tiering.stores.num_skipped == 1
     world.compute(prompt(2, 3))
     world.cache.evict(EvictParams(num_tokens=len(TOKENS)))  # the older one
     assert left(world) == {Left.LOST_HOST_SHORT: 4}
     host.free(taken)
     world.until(lambda: world.num_stored() == 3)
-    assert world.cache.tiering.copies.num_recovered == 1
+    assert world.cache.tiering.stores.num_recovered == 1
 
 
 def test_reset_counts_what_was_not_stored(
@@ -50,7 +50,7 @@ def test_reset_counts_what_was_not_stored(
     world.compute(TOKENS)
     world.cache.reset()
     assert left(world) == {Left.LOST_FLUSHED: 4}
-    assert not world.cache.tiering.stores.queue and not world.cache.tiering.copies._skipped
+    assert not world.cache.tiering.stores.queue and not world.cache.tiering.stores._skipped
 
 
 def test_chain_on_the_disk_costs_a_load(world: CacheWorld, monkeypatch: pytest.MonkeyPatch) -> None:

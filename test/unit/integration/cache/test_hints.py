@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from cache_world import PAGE, CacheWorld, hashes_of, prompt
+from hypothesis import given
+from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from kit.clock import Clock
@@ -19,11 +21,11 @@ from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversations import prefetch
 from sglang_tiered.integration.cache import hints as module
 from sglang_tiered.integration.cache import quiescing
-from sglang_tiered.integration.cache.hints import Hints
+from sglang_tiered.integration.cache.hints import LIFE_S, HintEnd, Hints, piece_length
 from sglang_tiered.integration.cache.load_scheduler import DECLINED, told_end
+from sglang_tiered.integration.cache.loads import RequestLoad, Turns
 from sglang_tiered.integration.ranks import SILENT
-from sglang_tiered.policy.hints import LIFE_S, HintEnd
-from sglang_tiered.policy.prefetch import PrefetchWindow
+from sglang_tiered.policy.queue_wait import QueueWait
 from sglang_tiered.storage.base import Erasure, Span, Tier
 
 LONG, SHORT = prompt(1, 60), prompt(2, 4)
@@ -118,9 +120,9 @@ def test_hint_brings_a_prompt_once(open_world: Callable[..., CacheWorld], kind: 
     assert hinting.is_at_rest()
     assert kind == "is_eagle" or hinting.num_in_host(LONG) == len(LONG)
     assert hinting.hint(tokens) == DONE, "and again there is nothing to do"
-    stats = hinting.hints
-    assert (stats.num_begun, stats.num_tokens_loaded) == (1, len(LONG))
-    assert stats.ended[HintEnd.LOADED] == 1
+    hints = hinting.hints
+    assert (hints.num_begun, hints.num_tokens_loaded) == (1, len(LONG))
+    assert hints.ended[HintEnd.LOADED] == 1
 
 
 def test_request_finds_one_piece_ahead(hinting: HintWorld, hold: Callable[[], None]) -> None:
@@ -267,7 +269,7 @@ def test_hung_tier_holds_no_flush_up(
     cache.check_hicache_events()
     hinting.hints.end_all(module.EMPTIED)
     monkeypatch.setattr(quiescing, "REST_S", 0.0)
-    quiescing.wait_for_loads(cache, lambda: cache.has_loads_under_way)
+    quiescing.wait_for_loads(cache)
     assert cache.has_loads_under_way
 
 
@@ -366,11 +368,32 @@ def test_hint_whose_piece_is_evicted_ends(
 def test_hint_overtakes_no_load_that_waits(hinting: HintWorld) -> None:
     """A request whose load waits for room is not overtaken."""
     loads = hinting.cache.tiering.loads
-    loads._window = PrefetchWindow(4 * PAGE)
-    someone = CacheRequestHandle("someone", 0)
-    put_off = loads._window.put_off_load(someone, 4 * PAGE)
+    loads._turns = Turns(4 * PAGE)
+    place = QueueWait().arrives(None, 1.0, 0.0, is_busy=False)
+    someone = RequestLoad(CacheRequestHandle("someone", 0), place=place)
+    loads._turns.put_off(someone, 4 * PAGE)
     hinting.hint(LONG)
     hinting.steps(3)
     assert not hinting.cache.ongoing_prefetch
-    loads._window.withdraw_load(put_off)
+    loads._turns.withdraw(someone)
     assert hinting.wait() == DONE
+
+
+@given(
+    st.integers(0, 1 << 14),
+    st.integers(1, 4096),
+    st.integers(1, 4096),
+    st.none() | st.lists(st.integers(1, 1 << 14), unique=True, max_size=5).map(sorted),
+)
+def test_pieces_end_where_a_load_may(
+    num_pages: int, page: int, piece: int, ends: list[int] | None
+) -> None:
+    places = None if ends is None else [page * end for end in ends]
+    length = piece_length(num_pages * page, page_tokens=page, piece_tokens=piece, ends=places)
+    size = max(page, piece // page * page)
+    if places is None:
+        assert length % page == 0 and length <= size
+        assert (length > 0) == (num_pages > 0), "pieces come to an end"
+    else:
+        long_enough = [place for place in places if place >= size]
+        assert length == (long_enough or places[-1:] or [0])[0]

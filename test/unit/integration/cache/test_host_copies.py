@@ -46,8 +46,8 @@ def test_load_waits_for_room_but_not_for_ever(
     for _ in range(5):
         cache.check_hicache_events()
         assert not cache.load_has_ended(request) and request not in cache.ongoing_prefetch
-    assert loads.planner.loads.get(request).put_off.num_tokens == len(WHOLE)
-    assert cache.tiering.copies._load_waits, "no skipped copy takes the room before it"
+    assert loads.planner.loads.get(request).num_put_off == len(WHOLE)
+    assert cache.tiering.stores._load_waits, "no skipped copy takes the room before it"
     if why == "time":
         clock.now += 1e6
     elif why == "a sick disk":
@@ -69,7 +69,7 @@ def test_load_waits_for_room_but_not_for_ever(
     small.until(lambda: cache.load_has_ended(request))
     loads.drop(request)
     cache.check_hicache_events()
-    assert not cache.tiering.copies._load_waits, "nothing is kept of a load that waited"
+    assert not cache.tiering.stores._load_waits, "nothing is kept of a load that waited"
 
 
 def test_load_takes_no_device_memory_from_a_batch(small: CacheWorld) -> None:

@@ -192,3 +192,31 @@ def test_waiting_tokens_are_those_of_who_waits(events: list[tuple[int, int, int]
     planner.clear()
     assert (planner.num_waiting_tokens, planner.num_waiting, planner.queue_wait_s) == (0, 0, 0.0)
     assert not planner.loads
+
+
+def test_only_the_slow_bucket_is_declined() -> None:
+    planner, clock = make_planner()
+    spans = [Span(Tier.NVME, 47), Span(Tier.OBJECT, 53)]  # whose border is at no even part
+    assert arrive(planner, "r", 6400, 6500, spans=spans) == 6400
+    for _ in range(6):
+        load(planner, clock, 1 << 20, 30.0, Tier.OBJECT)
+    assert arrive(planner, "s", 6400, 6500, spans=spans) == 47 * 64
+    assert planner.timings[Tier.OBJECT].durations.take().count == 6
+    assert planner.timings[Tier.NVME].durations.take().count == 0
+    assert not planner.wants_probe(Tier.OBJECT)  # just measured
+    clock.now += 1000
+    assert planner.wants_probe(Tier.OBJECT)
+
+
+def test_reads_cut_short_teach_slowness() -> None:
+    planner, clock = make_planner()
+    num_tried = 0
+    for number in range(20):
+        if arrive(planner, f"r{number}", 3200, 3300, spans=[Span(Tier.OBJECT, 50)]):
+            num_tried += 1
+            planner.begins(f"r{number}")
+            reading = planner.begin_read(3200 * BYTES_PER_TOKEN, Tier.OBJECT)
+            clock.now += planner.far_deadline_s
+            planner.end_read(reading, is_complete=False)
+        planner.leaves(f"r{number}")
+    assert 1 <= num_tried <= 3, "a bucket that hangs was believed again and again"

@@ -24,9 +24,9 @@ from sglang_tiered.integration.cache.load_scheduler import (
     MAX_ASKS_PER_STEP,
     told_end,
 )
+from sglang_tiered.integration.cache.loads import Turns
 from sglang_tiered.integration.hooks import Hooks
 from sglang_tiered.policy.cost_model import LoadDecision, LoadPlan
-from sglang_tiered.policy.prefetch import PrefetchWindow
 
 RETURNING, SHORT, COLD = prompt(1, 16), prompt(2, 1), prompt(3, 4)
 
@@ -35,7 +35,7 @@ RETURNING, SHORT, COLD = prompt(1, 16), prompt(2, 1), prompt(3, 4)
 def world(world: CacheWorld) -> CacheWorld:
     """A window of 4 pages, and NVMe that holds two prompts, one of them longer than the window."""
     world.store(RETURNING, SHORT)
-    world.cache.tiering.loads._window = PrefetchWindow(4 * PAGE)
+    world.cache.tiering.loads._turns = Turns(4 * PAGE)
     return world
 
 
@@ -66,7 +66,7 @@ def put_off(world: CacheWorld, name: str) -> Any:
     world.asks(name, SHORT)
     world.cache.check_hicache_events()
     request = world.asks(name, SHORT)
-    assert world.cache.tiering.planner.loads.get(request).put_off.num_tokens == PAGE
+    assert world.cache.tiering.planner.loads.get(request).num_put_off == PAGE
     return request
 
 

@@ -12,9 +12,9 @@ from cache_world import PAGE, CacheWorld, prompt
 from load_states import LoadWatch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
+from sglang_tiered.integration.cache.loads import Turns
 from sglang_tiered.integration.ranks import SILENT
 from sglang_tiered.policy.cost_model import PrefillCost
-from sglang_tiered.policy.prefetch import PrefetchWindow
 
 NUM_PROMPTS, MAX_WAITING, NUM_EVENTS = 8, 12, 600
 MAX_ATTEMPTS = 8  # of SGLang's own, for a request
@@ -113,7 +113,7 @@ def test_loads_change_state_as_the_table_says(
     num_ranks: int,
 ) -> None:
     world.store(*(prompt(number, 3) for number in range(NUM_PROMPTS)))
-    world.cache.tiering.loads._window = PrefetchWindow(7 * PAGE)
+    world.cache.tiering.loads._turns = Turns(7 * PAGE)
     requests = RandomRequests(world, disk, seed)
     monkeypatch.setattr(world.cache.tiering.planner.loads, "_clock", lambda: requests.now)
     if num_ranks > 1:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.clock import Clock
-from sglang_tiered.integration.cache.loads import Loads, State
+from sglang_tiered.integration.cache.loads import (
+    MAX_IGNORED_TURNS,
+    Loads,
+    RequestLoad,
+    State,
+    Turns,
+)
+from sglang_tiered.policy.queue_wait import QueueWait
 
 
 @given(
@@ -51,3 +59,62 @@ def test_each_request_is_in_its_state_alone(events: list[tuple[State | str, int]
             assert loads.in_state(state) == expected
             assert loads.num_in(state) == len(expected)
         assert len(loads) == len(states)
+
+
+class Queue:
+    """A window of 1,000 tokens, and requests whose loads are put off."""
+
+    def __init__(self) -> None:
+        self.turns, self.wait = Turns(1000), QueueWait()
+
+    def put_off(self, name: str, num_tokens: int, rank: int = 0, **more: bool) -> RequestLoad:
+        place = self.wait.arrives(None, 1.0, 0.0, is_busy=False, rank=rank)
+        record = RequestLoad(name, place=place)
+        self.turns.put_off(record, num_tokens, **more)
+        return record
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_taken", "has_room"),
+    [(600, 400, True), (601, 400, False), (5000, 0, True), (5000, 1, False), (0, 5000, True)],
+)
+def test_loads_beyond_the_window_have_no_room(
+    num_tokens: int, num_taken: int, has_room: bool
+) -> None:
+    """But for one that is larger than the window, and one of nothing."""
+    assert Turns(1000).has_room(num_tokens, num_taken) is has_room
+
+
+def test_load_that_is_never_attempted_blocks_nobody() -> None:
+    """Its request waits for another server, or was attempted as often as it may be."""
+    queue = Queue()
+    turns = queue.turns
+    stuck, following = queue.put_off("stuck", 900), queue.put_off("next", 200)
+    assert not turns.has_room_for_next(100, 200) and turns.has_room_for_next(0, 200)
+    assert [turns.take(0) for _ in range(MAX_IGNORED_TURNS)] == [["stuck"]] * MAX_IGNORED_TURNS
+    assert turns.take(0) == ["next"]
+    turns.withdraw(following)
+    assert turns.has_room_for_next(1000, 0)
+    turns.could_start(stuck)
+    assert not turns.has_room_for_next(100, 0) and turns.take(100) == ["stuck"]
+    turns.withdraw(stuck)
+    assert turns.has_room_for_next(1000, 0) and turns.take(0) == []
+    gave_way = queue.put_off("gave way", 900, rests=True)
+    assert turns.take(0) == [] and not turns.wait_for_room
+    turns.could_start(gave_way)
+    assert turns.wait_for_room and turns.take(0) == ["gave way"]
+
+
+def test_request_that_could_start_goes_first() -> None:
+    queue = Queue()
+    turns = queue.turns
+    queue.put_off("far", 100)
+    large, small = queue.put_off("large", 900), queue.put_off("small", 100)
+    queue.put_off("urgent", 50, rank=-1)
+    turns.could_start(small)
+    turns.could_start(large)
+    assert turns.first_ready() is large
+    assert turns.take(200) == []  # "small" passes it no more than the others do
+    turns.could_start(small)
+    assert turns.take(750) == ["small", "urgent", "far"]
+    assert turns.take(800, only_ready=True) == []

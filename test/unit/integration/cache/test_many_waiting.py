@@ -12,7 +12,7 @@ from cache_world import PAGE, CacheWorld, prompt
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 from sglang_tiered.integration.cache.load_scheduler import GIVES_WAY_STEPS, MAX_LOOKS_PER_STEP
-from sglang_tiered.policy.prefetch import PrefetchWindow
+from sglang_tiered.integration.cache.loads import Turns
 
 NUM_LOADS = 3 * MAX_LOOKS_PER_STEP
 
@@ -28,7 +28,7 @@ def world(world: CacheWorld, disk: threading.Event) -> CacheWorld:
 
 def allow(world: CacheWorld, num_pages: int) -> None:
     """From now on so much may be under way at once."""
-    world.cache.tiering.loads._window = PrefetchWindow(num_pages * PAGE)
+    world.cache.tiering.loads._turns = Turns(num_pages * PAGE)
 
 
 def ask(world: CacheWorld, name: str, number: int) -> CacheRequestHandle:
@@ -53,8 +53,8 @@ def landed(
     return request
 
 
-def put_off_of(world: CacheWorld, request: CacheRequestHandle) -> Any:
-    return world.cache.tiering.planner.loads.get(request).put_off
+def is_put_off(world: CacheWorld, request: CacheRequestHandle) -> bool:
+    return world.cache.tiering.planner.loads.get(request).num_put_off is not None
 
 
 def ask_all(world: CacheWorld) -> list[Any]:
@@ -214,7 +214,7 @@ def test_loads_that_nobody_can_admit_give_way(
     assert waiting == ask(world, "waiting", 2)
     admit(world, waiting)
     # Now a slot is free for it, and it finds its prefix in memory or loads it again.
-    [gave_way] = [each for each in stuck if put_off_of(world, each)]
+    [gave_way] = [each for each in stuck if is_put_off(world, each)]
     assert notes._stories[gave_way].waits_for == "window", "its log says what it waits for"
     assert not pass_of(world, gave_way)
     assert not pass_of(world, gave_way) and world.is_retried(gave_way)

@@ -16,7 +16,7 @@ from kit.books import check_spill_queue
 from kit.clock import Clock
 from sglang_tiered.integration.cache import small_host
 from sglang_tiered.integration.cache.spiller import MAX_RETRIES, RETRY_S, STORES_S_PER_STEP
-from sglang_tiered.policy.page_accounting import EvictionOutcome as Left
+from sglang_tiered.policy.admission import EvictionOutcome as Left
 from sglang_tiered.policy.spill import MAX_HOLD_S
 from sglang_tiered.storage.base import Erasure, Reason
 from sglang_tiered.storage.promises import ended

@@ -15,7 +15,7 @@ def probe(path: Path, num_ranks: int = 1) -> tuple[float, ...]:
         str(path), None, dtype=torch.float32, device="cpu", num_ranks=num_ranks, token_bytes=1
     )
     assert cost.num_observed == 0
-    return cost.prices
+    return cost.prices[:3]
 
 
 def test_without_weights_the_built_in_prior_stands(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class Cache(TieredRadixCache):
             planner=self,
             take_copied=self.take_copied,
             prefill_begins=self.prefill_begins,
-            prefill_ended=self.work.ended,
+            work=self.work,
             notes=Stories(self, None, tenant_of=lambda *_: b""),
         )
 
