@@ -93,16 +93,17 @@ class SharingRanks:
         """Open the tiers here, which of a lender returns its shard, and hear of the others; returns
         the shard of this machine's lender. Raises what ``open_tiers`` does, and ``ConfigError``
         where that of another rank failed: all ranks have the tiers or none."""
-        shard, failure = None, "it was interrupted"
+        shard: Path | None = None
+        failure: str | None = "it was interrupted"
         try:
-            shard, failure = open_tiers(), ""
+            shard, failure = open_tiers(), None
         except Exception as error:
             failure = str(error)
             raise
         finally:
             opened = gather_over_ranks((shard, failure))
         for rank, (_, failure) in enumerate(opened):
-            if failure:
+            if failure is not None:
                 raise ConfigError(f"rank {rank} could not open the tiers: {failure}")
         lenders: Path = opened[self._here[0]][0]
         return lenders
