@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress, TransferSpeedColumn
 
+from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import format_bytes
 from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
 from sglang_tiered.storage.region.format import FORMAT_VERSION
@@ -72,6 +73,8 @@ _OF_NAMESPACE = {
 
 def run(arguments: argparse.Namespace) -> int:
     is_full = arguments.command == "verify"
+    if not is_full and arguments.tier_dir is not None:
+        raise ConfigError("--tier-dir is for a URL, not for a directory.")
     target = resolve(arguments.directory)
     readers = open_shards(target, arguments.region)
     started, bytes_read = time.monotonic(), 0
