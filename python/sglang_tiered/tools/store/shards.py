@@ -256,7 +256,8 @@ class _ToldOf:
 
     @functools.cached_property
     def tokens(self) -> int:
-        return _num_different(self._keys) * self._noted.num_tokens // self._noted.num_pools
+        num_keys, self._keys = _num_different(self._keys), []  # those of one shard at a time
+        return num_keys * self._noted.num_tokens // self._noted.num_pools
 
 
 def _sum_tokens(shards: Sequence[dict[str, Any]], tokens: Sequence[int | None]) -> int | None:
