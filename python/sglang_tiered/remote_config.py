@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -108,12 +109,13 @@ def object_url(flag: str, text: str) -> str:
     ``ConfigError``."""
     if "://" not in text and text.startswith(("/", "~")):
         text = Path(text).expanduser().absolute().as_uri()
-    scheme, separator, rest = text.partition("://")
-    host = rest.partition("/")[0]
-    is_known = scheme in OBJECT_SCHEMES and "[" not in host
-    if scheme == "file":
-        is_known = host in ("", "localhost")
-    if not separator or not is_known or not rest.strip("/"):
+    scheme = text.partition("://")[0]
+    try:
+        _, host, path, _, _ = urlsplit(text)
+    except ValueError:
+        host = path = ""
+    is_place = bool(path.strip("/")) and host in ("", "localhost") if scheme == "file" else host
+    if scheme not in OBJECT_SCHEMES or not is_place:
         raise ConfigError(
             f"{flag} {_shown(text)} is not a place for objects; write s3://bucket/prefix, "
             "gs://bucket/prefix, az://container/prefix or the absolute path of a shared directory."
@@ -134,9 +136,9 @@ def _check_bare(flag: str, url: str) -> None:
 def _shown(url: str) -> str:
     """A URL without what may be secret."""
     scheme, separator, rest = url.partition("://")
-    place, _, path = rest.partition("/")
-    path = path.split("?")[0].split("#")[0]
-    return scheme + separator + place.rpartition("@")[2] + ("/" + path if "/" in rest else "")
+    place, slash, path = rest.partition("/")
+    bare = place.rpartition("@")[2] + slash + path
+    return scheme + separator + bare.partition("?")[0].partition("#")[0]
 
 
 class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from sglang_tiered.storage.base import Erasure, Health, PinRefusal, Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.collect import Collector
 from sglang_tiered.storage.bucket.directory import STAGED
-from sglang_tiered.storage.bucket.names import ERASED
+from sglang_tiered.storage.bucket.names import ERASED, Layout
 from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
 from sglang_tiered.storage.promises import is_true
 
@@ -64,6 +64,15 @@ def test_what_was_erased_goes_and_nothing_else(url: str) -> None:
         assert engine.refresh(TIMEOUT_S, full=True)
         assert load(engine, theirs) == OK
         assert len(paths(engine)) == 4
+
+
+def test_what_goes_anyhow_counts_once_for_the_cap(url: str) -> None:
+    with opened(url) as engine, opened(url) as stale:
+        assert is_true(engine.erase(Erasure.of(run_of(1).keys)), TIMEOUT_S)
+        assert store(stale, run_of(1)) == OK  # it has not heard
+        assert store(engine, run_of(2)) == OK
+        removals = collect(engine, delete=False, capacity_bytes=RUN_BYTES // 2).removals
+        assert len({removal.path for removal in removals}) == len(removals) == 4 + 2
 
 
 def test_erasures_are_remembered_the_last_for_ever(url: str) -> None:
@@ -294,3 +303,13 @@ def test_a_pin_expires_everywhere(tmp_path: Path) -> None:
         assert names(second) == names(first) == set()
         collect(second, 2 * DAY, ttl_s=DAY)
         assert paths(first, "pins") == paths(first) == []
+
+
+@pytest.mark.parametrize(("later_s", "runs"), [(60.0, False), (660.0, True), (-60.0, True)])
+def test_servers_take_turns(tmp_path: Path, later_s: float, runs: bool) -> None:
+    """A marker from ahead of a clock stops no collector for ever."""
+    requests = Requests(tmp_path.as_uri())
+    requests.put(Layout(NAMESPACE).collected, b"collected")
+    collector = Collector(requests, clock=lambda: time.time() + later_s)
+    collector._take_turn(NAMESPACE)
+    assert (collector.last is not None) == runs

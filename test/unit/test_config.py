@@ -66,7 +66,8 @@ def test_budgets_are_of_each_rank() -> None:
 
 
 BAD_URLS = (
-    *("", "bucket", "s3://", "http://127.0.0.1/b", "s4://b", "s3://[bad"),
+    *("", "bucket", "s3://", "http://127.0.0.1/b", "s4://b", "s3://[bad", "s3://b]"),
+    *("s3:///prefix", "s3://bucket?key=secret", "s3://bucket#secret", "file:" + "//localhost"),
     Path("/path").as_uri().replace("///", "//host/"),
     "s3://" + "key:secret" + "@bucket",
 )

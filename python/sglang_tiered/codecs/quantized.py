@@ -109,7 +109,7 @@ class QuantizingCodec(PageCodec):
     def encode(self, page: Segments) -> Segments:
         plain = joined(page)
         if plain.nbytes != self._layout.page_bytes:
-            return super().encode(page)
+            return super().encode((plain.data,))
         scales = np.empty(self._num_scales * self.scale_bytes, np.uint8)
         codes = np.empty(self._num_elements, np.uint8)
         dtype, item_bytes = self._layout.dtype, self._layout.item_bytes
@@ -120,7 +120,7 @@ class QuantizingCodec(PageCodec):
             least, largest = block.reduce(np.minimum, values), block.reduce(np.maximum, values)
             # A NaN makes the comparison false.
             if not (least.min() >= -_LARGEST[dtype] and largest.max() <= _LARGEST[dtype]):
-                return super().encode(page)
+                return super().encode((plain.data,))
             end = position + block.num_scales * self.scale_bytes
             scales[position:end] = self._encode_block(
                 block, values, least, largest, block.elements(codes)

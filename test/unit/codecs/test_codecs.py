@@ -62,7 +62,9 @@ def test_what_was_not_encoded_so_decodes(name: str) -> None:
         if another not in {name, "zstd"}:  # what a lossy codec cannot express is zstd's
             wrong.append(encode(make_codec(another, LAYOUT), page))
     cases = [(data, size) for data in wrong]
-    cases += [(encoded, length) for length in (1, size - 2, size + 2)]
+    for length in (1, size - 2, size + 2):
+        said = encoded[:8] + struct.pack("<I", length) + encoded[HEADER_BYTES:]
+        cases += [(encoded, length), (said, length)]
     for data, length in cases:
         with pytest.raises(CodecError):
             decoded(codec, data, (length,))

@@ -147,8 +147,9 @@ class Collector:
         """Collect until ``stop`` is set, and the requests closed, on a thread of the owner. Servers
         take turns."""
         log = OnceLog(logger)
+        source = random.Random()  # of its own: servers are started with one seed
         wait_s = min(_FIRST_RUN_S, INTERVAL_S)
-        while not stop.wait(wait_s * random.uniform(0.5, 1.5)):
+        while not stop.wait(wait_s * source.uniform(0.5, 1.5)):
             wait_s = INTERVAL_S
             try:
                 self._take_turn(namespace())

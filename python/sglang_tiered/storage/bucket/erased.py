@@ -174,10 +174,10 @@ def _read(requests: Requests, listed: Listed, match: re.Match[str]) -> list[Reco
 def _entries(kind: str, data: bytes, own: _RecordEntry) -> list[_RecordEntry]:
     """Return what an object of erased pages says; nothing if it is damaged."""
     if kind == "k":
-        keys = unseal(data, list[bytes])
-        return [] if keys is None else [own._replace(keys=b"".join(keys))]
-    merged = unseal(data, list[list[_RecordEntry]])
-    return [] if merged is None else [own, *chain.from_iterable(merged)]
+        single = unseal(data, tuple[bytes])
+        return [] if single is None else [own._replace(keys=single[0])]
+    merged = unseal(data, tuple[list[_RecordEntry]])
+    return [] if merged is None else [own, *merged[0]]
 
 
 def records_of(whats: Sequence[tuple[Erasure, bytes]], first: int, now: float) -> list[Record]:

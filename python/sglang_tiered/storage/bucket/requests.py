@@ -222,7 +222,7 @@ _CAUSES = [
             "was refused: no permission",
         ),
         ("BadScheme", Failure.DENIED, "was not sent: the endpoint is not https"),
-        ("status code: ", Failure.UNAVAILABLE, "was answered with status {}"),
+        (_STATUS.pattern, Failure.UNAVAILABLE, "was answered with status {}"),
         ("Timeout|TimedOut", Failure.UNAVAILABLE, "was not answered in time"),
         ("kind: Connect", Failure.UNAVAILABLE, "found no connection"),
     )

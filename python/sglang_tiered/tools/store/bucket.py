@@ -3,6 +3,7 @@ collector, which plans only, unless told to delete."""
 
 from __future__ import annotations
 
+import array
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,8 @@ from sglang_tiered.storage.bucket.names import (
 )
 from sglang_tiered.storage.bucket.pins import unpack_pin
 from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
+from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
+from sglang_tiered.storage.region.notes import read_note, read_page_sizes
 from sglang_tiered.tools.store.report import (
     MAX_LISTED,
     age,
@@ -38,6 +41,7 @@ from sglang_tiered.tools.store.report import (
     print_verdict,
     speed,
 )
+from sglang_tiered.tools.store.scan import resolve
 from sglang_tiered.tools.terminal import print_lines
 
 if TYPE_CHECKING:
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_tiered.storage.bucket.directory import Listed
+    from sglang_tiered.storage.region.notes import PageSize
     from sglang_tiered.tools.store.report import Columns
 
 
@@ -56,6 +61,7 @@ _SUMMED = (
 _COLUMNS: Columns = {
     "namespace": ("namespace", digest),
     "pages": ("pages", number),
+    "tokens": ("tokens", number),
     "in the store": ("stored_bytes", format_bytes),
     "tenants": ("tenants", number),
     "oldest": ("oldest_age_s", age),
@@ -82,6 +88,8 @@ def _look(arguments: argparse.Namespace) -> int:
     is_full = arguments.command == "verify"
     if arguments.region is not None:
         raise ConfigError("--region is for a directory, not for a URL.")
+    noted = None if is_full else arguments.tier_dir
+    sizes = {} if noted is None else _noted_sizes(noted)
     requests, names, notes = _open(arguments.place)
     started = time.monotonic()
     records = all_records(requests)
@@ -96,7 +104,7 @@ def _look(arguments: argparse.Namespace) -> int:
             layout = Layout(name)
             if is_full:
                 problems += _bad_pins(requests, layout)
-            entry, wrong = _count(requests, layout, erased, is_full and pool)
+            entry, wrong = _count(requests, layout, erased, sizes.get(name), is_full and pool)
             namespaces.append(entry)
             problems += wrong
     ages = [entry[key] for entry in namespaces for key in ("oldest_age_s", "newest_age_s")]
@@ -105,6 +113,7 @@ def _look(arguments: argparse.Namespace) -> int:
         "namespaces": namespaces,
         "total": {
             **{key: sum(entry[key] for entry in namespaces) for key in _SUMMED},
+            "tokens": None,
             "tenants": None,
             **_ends([age for age in ages if age is not None]),
         },
@@ -118,6 +127,26 @@ def _look(arguments: argparse.Namespace) -> int:
     return finish(arguments, report, lambda report: _show(report, is_full=is_full))
 
 
+def _noted_sizes(directory: Path) -> dict[bytes, PageSize]:
+    """Return what servers of that directory noted of their pages, by namespace. Raises
+    ``StoreError``."""
+    sizes: dict[bytes, PageSize] = {}
+    for shard in resolve(directory).shards:
+        sizes |= read_page_sizes(read_note(shard, PAGE_SIZES_NAME))
+    return sizes
+
+
+def _num_tokens(lengths: Sequence[int], size: PageSize | None) -> int | None:
+    """Return the tokens of pages that are stored in these lengths; None where nobody noted that, or
+    where they do not tell."""
+    if size is None:
+        return None
+    in_memory = size.in_memory(lengths)
+    if (in_memory < 0).any():
+        return None
+    return int((in_memory == size.nbytes).sum()) * size.num_tokens // size.num_pools
+
+
 def _problem(path: str, what: str) -> dict[str, str]:
     return {"path": path, "problem": what}
 
@@ -126,18 +155,20 @@ def _count(
     requests: Requests,
     layout: Layout,
     erased: BucketErasures,
+    size: PageSize | None,
     pool: ThreadPoolExecutor | Literal[False],
 ) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """Return what a namespace holds, and what is wrong with it. With a pool every page is read, as
     many at once as it has threads."""
     found: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
-    tenants, modified = set[bytes](), list[float]()  # of the first and last
+    tenants, lengths, modified = set[bytes](), array.array("Q"), list[float]()  # first and last
     problems = []
     for chunk in requests.listing(layout.pages):
         named = [(each, name) for each in chunk if (name := parse_page(each.path)) is not None]
         found["foreign"] += len(chunk) - len(named)
         found["pages"] += len(named)
         for each, name in named:
+            lengths.append(name.length)
             tenants.add(name.tenant)
             found["page_bytes"] += name.length
             found["stored_bytes"] += each.size
@@ -156,7 +187,8 @@ def _count(
     found["pins"] = sum(len(chunk) for chunk in requests.listing(layout.pins))
     now = time.time()
     ends = _ends([max(now - each, 0.0) for each in modified])
-    counts = {**found, "tenants": sum(any(tenant) for tenant in tenants)}
+    tokens, named_tenants = _num_tokens(lengths, size), sum(any(tenant) for tenant in tenants)
+    counts = {**found, "tokens": tokens, "tenants": named_tenants}
     return {"namespace": layout.namespace.hex(), **counts, **ends}, problems
 
 

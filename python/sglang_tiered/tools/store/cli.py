@@ -56,7 +56,7 @@ Reads headers and footers, and the one region being written. Payloads of sealed
 regions are checked by verify.
 
 Of a URL: pages, bytes and age by namespace, from listings and what says which pages are
-erased.
+erased; tokens with --tier-dir, as above.
 """
 _VERIFY = """\
 As stat, and reads everything and checks it: region headers, trailers, footers against
@@ -155,6 +155,12 @@ def make_parser() -> argparse.ArgumentParser:
     a_store = "a server's --tier-dir, or one of its shard-* directories"
     a_place = f"{a_store}; or the URL of an object tier"
     stat = add("stat", "what a store holds and who uses it", _STAT, a_place)
+    stat.add_argument(
+        "--tier-dir",
+        metavar="DIR",
+        type=Path,
+        help="of a URL: count tokens by what a server with this directory noted of its pages",
+    )
     verify = add("verify", "check every byte against its checksum", _VERIFY, a_place)
     dump = add("dump", "list every page, or extract one", _DUMP, a_store)
     a_url = "the URL of an object tier"

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress, TransferSpeedColumn
 
+from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import format_bytes
 from sglang_tiered.storage.region.format import FORMAT_VERSION, PAGE_SIZES_NAME
 from sglang_tiered.storage.region.notes import note_of, read_page_sizes
@@ -71,6 +72,8 @@ _OF_NAMESPACE = {
 
 def run(arguments: argparse.Namespace) -> int:
     is_full = arguments.command == "verify"
+    if not is_full and arguments.tier_dir is not None:
+        raise ConfigError("--tier-dir is for a URL, not for a directory.")
     target = resolve(arguments.directory)
     readers = open_shards(target, arguments.region)
     started, bytes_read = time.monotonic(), 0
@@ -252,7 +255,8 @@ class _ToldOf:
 
     @functools.cached_property
     def tokens(self) -> int:
-        return _num_different(self._keys) * self._noted.num_tokens // self._noted.num_pools
+        num_keys, self._keys = _num_different(self._keys), []  # those of one shard at a time
+        return num_keys * self._noted.num_tokens // self._noted.num_pools
 
 
 def _sum_tokens(shards: Sequence[dict[str, Any]], tokens: Sequence[int | None]) -> int | None:

@@ -227,3 +227,23 @@ def test_erasures_are_finished_after_internal_errors(
     fail_once(monkeypatch, engine._requests, "folders", MemoryError())
     assert not is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
     eventually(lambda: not listed(engine, engine._state.layout.pages), "it is not tried again")
+
+
+def test_a_bucket_that_failed_is_asked_again_soon(make_engine: Any) -> None:
+    """And not with the next look for what others did, which is an hour away."""
+    engine = make_engine()
+    assert engine.refresh(TIMEOUT_S)
+    engine._requests.breaker.fault("testing")
+    eventually(lambda: engine.health is Health.RUNNING)
+
+
+def test_an_upload_later_than_closing_ends_nothing_twice(make_engine: Any) -> None:
+    engine = make_engine(request_timeout_s=0.1)
+    gate = Gate(engine, "put", "/pages/")
+    job = engine.submit_store(make_run(1, [100]))
+    assert gate.reached.wait(TIMEOUT_S)
+    engine.close()
+    assert finished(job) == [Reason.CANCELLED]
+    gate.opened.set()
+    assert engine._workers.join(TIMEOUT_S)
+    assert not engine._state.staged_bytes

@@ -115,3 +115,16 @@ def test_a_damaged_record_hides_all_that_is_older(
         assert a._state.erased.hides(N, A, b"x" * 32, 7), "what it said is unknown"
         assert not a._state.erased.kills(N, A, b"x" * 32, 7), "nothing is deleted for it"
         assert not a._state.erased.hides(N, A, b"x" * 32, 8)
+
+
+def test_a_record_beyond_its_bound_is_not_read(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write could fill the memory of all."""
+    a = make_engine()
+    monkeypatch.setattr(records, "_MAX_RECORD_BYTES", 8)
+    a._requests.put(records.record_path(1, Erasure.of([b"k" * 32]), N), b"x" * 9)
+    monkeypatch.setattr(a._requests, "whole", pytest.fail)
+    assert a.refresh(TIMEOUT_S)
+    with a._state.lock:
+        assert a._state.erased.hides(N, A, b"x" * 32, 0)

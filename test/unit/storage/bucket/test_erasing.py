@@ -362,6 +362,8 @@ def test_an_upload_that_was_erased_leaves_nothing(a: BucketEngine) -> None:
     job = a.submit_store(RUN)
     assert gate.reached.wait(TIMEOUT_S)
     begun = a.erase(TOLD)
+    waiting = a._state.upload_done._waiters  # type: ignore[attr-defined]
+    eventually(lambda: waiting, "nobody waits for it")
     gate.opened.set()
     assert set(finished(job)) == {Reason.CANCELLED}
     assert is_true(begun, TIMEOUT_S)

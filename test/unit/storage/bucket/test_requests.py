@@ -149,6 +149,7 @@ def status(code: int, rest: str = "") -> GenericError:
         (FileNotFoundError(SHOWN), Failure.NOT_FOUND, "no such object"),
         (FileNotFoundError("<Code>NoSuchBucket</Code>"), Failure.DENIED, "no such bucket"),
         (status(416, "Range Not Satisfiable"), Failure.BAD_RANGE, "beyond the end"),
+        (status(403, "AccessDenied"), Failure.DENIED, "no permission"),
         (status(503, "SlowDown"), Failure.UNAVAILABLE, "status 503"),
         (status(400, "<Code>ExpiredToken</Code>"), Failure.DENIED, "wrong or expired"),
         (PermissionError(13, SHOWN), Failure.DENIED, "no permission"),

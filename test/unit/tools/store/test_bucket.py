@@ -14,8 +14,11 @@ from object_server import CREDENTIALS, ObjectServer, s3_environment
 
 from kit.commands import Cli
 from kit.runs import NAMESPACE
+from kit.stores import open_engine
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
+from sglang_tiered.storage.region.directory import prepare, shard_path
+from sglang_tiered.storage.region.notes import PageSize, add_page_size
 
 TENANT = b"\x22" * 16
 OTHER = b"\x44" * 32
@@ -59,6 +62,21 @@ def test_stat_counts_what_is_there_and_writes_nothing(cli: Cli, url: str, tmp_pa
     assert (ours["pages"], ours["erased_pages"], ours["tenants"]) == (12, 4, 1)
     assert ours["stored_bytes"] == 36_000
     assert (report["total"]["pages"], report["erasures"]) == (16, 1)
+
+
+def test_tokens_are_counted_by_what_servers_noted(cli: Cli, url: str, tmp_path: Path) -> None:
+    fill(url, 1)
+    fill(url, 2, namespace=OTHER)
+    noted = tmp_path / "kv"
+    prepare(noted)
+    notes = open_engine(shard_path(noted, "tp0of1-pp0of1-dp0-0")).notes
+    add_page_size(notes, NAMESPACE, PageSize(64, 3000))
+    add_page_size(notes, OTHER, PageSize(64, 1000))  # of another length: not told
+    found = [answer(cli, "stat", url, *more) for more in ((), ("--tier-dir", noted))]
+    assert [[each["tokens"] for each in report["namespaces"]] for report in found] == [
+        [None, None],
+        [4 * 64, None],
+    ]
 
 
 def damaged(data: bytes) -> bytes:
@@ -112,6 +130,8 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("gc", "/", "--ttl", "1d", "--delete"), "gc is for the URL of an object tier"),
     (("gc", "s3://bucket/kv", "--ttl", "soon"), "is not a time"),
     (("gc", "s3://bucket/kv", "--max-bytes", "lots"), "is not a size"),
+    (("stat", "/", "--tier-dir", "/"), "--tier-dir is for a URL"),
+    (("stat", "s3://bucket?key=hunter2"), "come from the environment"),
     (("stat", "s3://me:hunter2@bucket/kv"), "come from the environment"),
 ]
 
