@@ -263,9 +263,9 @@ class Demoter:
             try:
                 moved = self._step()
             except Exception:
-                # The tier serves without copies: log it, and have a walk find what is lost.
+                # The tier serves without copies: log it and go on slowly.
                 logger.exception("internal error while copying to the bucket; it is tried again")
-                self._walk, self.queue.overflowed, moved = None, True, False
+                moved = False
             with self._wake:
                 if not moved and not self._closed:
                     self._wake.wait(LOOK_S)
@@ -282,14 +282,22 @@ class Demoter:
             return False
         chain = self.queue.take()
         if chain is not None:
-            self._demote(chain)
+            try:
+                self._demote(chain)
+            except Exception:  # loses no chain; what was begun of it the bucket knows
+                self._again(chain.keys, chain)
+                raise
             return True
         if self._suspended:
             return False
         if self._walk is None and self.queue.overflowed:  # one under way may be past it
             self.queue.overflowed = False
             self._walk = self._walked()
-        has_moved = None if self._walk is None else next(self._walk, None)
+        try:
+            has_moved = None if self._walk is None else next(self._walk, None)
+        except Exception:  # which ends it: another one finds the rest
+            self.queue.overflowed = True
+            raise
         if has_moved is None:
             self._walk = None
         return bool(has_moved)

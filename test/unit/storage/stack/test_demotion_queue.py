@@ -112,6 +112,7 @@ def test_the_books_balance(events: list[tuple[str, int]]) -> None:
                 queue.failed(chain.keys, chain)
             elif chain is not None and name == "back":
                 queue.interrupted(chain.keys, chain)
+        assert [each.due for each in queue._failed] == sorted(each.due for each in queue._failed)
         held = [*queue._failed, *queue._returned.values(), *queue._fresh.values()]
         assert queue.num_keys == sum(len(chain.keys) for chain in held)
         assert not queue._returned.keys() & queue._fresh.keys()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,8 +16,11 @@ from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, JobKind, Reason, Tier
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region import RegionEngine
-from sglang_tiered.storage.stack import TierStack, loading
+from sglang_tiered.storage.stack import TierStack, demotion, loading
 from sglang_tiered.storage.stack.demotion import StackSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 PAGES = [8192] * 4
 TENANT = b"a" * 16
@@ -210,12 +213,41 @@ def test_nothing_is_read_that_the_bucket_takes_not(tiers: Any) -> None:
     tiers.until("what was dropped is lost", num_demoted=8)
 
 
+@pytest.mark.parametrize("name", ["find", "pages_behind"])
 def test_internal_errors_cost_no_copy(
-    engine: TierStack, tiers: Any, monkeypatch: pytest.MonkeyPatch
+    tiers: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    fail_once(monkeypatch, engine.nvme.view, "find")  # type: ignore[attr-defined]
+    """Of a chain, or of the walk that finds it."""
+    tiers.bucket.known = False
+    engine = tiers.open()
     store(engine, make_run(1, PAGES))
+    engine.nvme.close()
+    engine = tiers.open()
+    left = fail_once(monkeypatch, engine.nvme.view, name)
+    tiers.bucket.known = True
     tiers.until("it was not tried again", num_demoted=4)
+    assert not left
+
+
+def test_a_chain_that_always_fails_is_dropped_and_holds_up_no_other(
+    tiers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demotion, "STEP_PAGES", len(PAGES))
+    bad, good = make_run(1, PAGES), make_run(2, PAGES)
+    engine = tiers.open(StackSettings(max_queued_keys=4, retry_s=0.0, max_tries=2))
+    find = engine.nvme.view.find
+
+    def raising(keys: Sequence[bytes]) -> Any:
+        if bad.keys[0] in keys:
+            raise MemoryError
+        return find(keys)
+
+    monkeypatch.setattr(engine.nvme.view, "find", raising)
+    tiers.bucket.sick = True
+    store(engine, bad, good)
+    tiers.bucket.sick = False
+    tiers.until("no walk comes by the bad one", num_demoted=4)
+    eventually(lambda: engine.stack_stats().num_demotions_dropped >= 4)
 
 
 def test_a_scan_finds_what_a_full_queue_refused(tiers: Any) -> None:
@@ -225,6 +257,7 @@ def test_a_scan_finds_what_a_full_queue_refused(tiers: Any) -> None:
     assert engine.stack_stats().demote_backlog == 8
     tiers.bucket.sick = False
     tiers.until("what was refused was lost", num_demoted=40)
+    eventually(lambda: not engine._demoter.queue.overflowed, "it walks for ever")
 
 
 @pytest.mark.parametrize("takes_all", [True, False])
