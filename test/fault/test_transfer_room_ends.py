@@ -27,7 +27,7 @@ from transfer_pair import (
     meet,
     prefill,
 )
-from transfer_strangers import strange_prefill
+from transfer_strangers import strange_decode, strange_prefill
 
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages
@@ -114,6 +114,28 @@ def test_a_received_room_survives_losing_prefill() -> None:
         assert receiver.events.kinds(1) == ["done"]
         receiver.endpoint.close_room(1)
         assert not receiver.endpoint.num_rooms
+
+
+def test_a_confirmed_room_is_not_read_again(sender: Prefill) -> None:
+    """Asked for a slab once more, together with the word that all has come: its pages are freed."""
+    with strange_decode(sender.address) as stranger:
+        stranger.greet(window=2 << 20)
+        stranger.join()
+        sender.endpoint.expect_room(1)
+        stranger.open(1)
+        sender.events.wait_for("ready", 1)
+        sender.send(1, [5])
+        eventually(lambda: sender.endpoint.stats.num_slabs == 2)
+        session = next(iter(sender.endpoint._peers))
+
+        def hear_both() -> None:
+            sender.endpoint._resend(session, messages.Nack(1, 1, 0))
+            sender.endpoint._confirm(session, [(1, 1, 1)])
+
+        sender.endpoint._loop.call(hear_both)
+        sender.events.wait_for("done", 1)
+        eventually(lambda: not session.sending.queue)
+        assert sender.endpoint.stats.num_slabs == 2
 
 
 def test_late_slabs_of_an_earlier_room_never_land(receiver: Decode) -> None:

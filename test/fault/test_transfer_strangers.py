@@ -3,6 +3,7 @@ written where nobody asked for it."""
 
 from __future__ import annotations
 
+import errno
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -31,6 +32,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.messages import VERSION_FRAME
+from sglang_tiered.transfer.sessions import PrefillLinks
 from sglang_tiered.wire.keys import Tagger, load_keys, make_keys
 from sglang_tiered.wire.sockets import encode
 
@@ -247,6 +249,26 @@ def test_nothing_lands_in_a_room_that_was_received(receiver: Decode) -> None:
         stranger.slab(opened, page(stranger, 9), seq=1)
         eventually(lambda: receiver.endpoint.stats.num_slabs == 2)
         assert np.array_equal(receiver.pool.kv, before)
+
+
+def test_keys_that_get_no_socket_fail_the_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first keys were refused, and no socket is left to try the next."""
+    ours, theirs = pair_keys(tmp_path / "ours"), pair_keys(tmp_path / "theirs")["decode"]
+    make, made = PrefillLinks._make_socket, []
+
+    def make_once(links: PrefillLinks, *of: Any) -> Any:
+        if made:
+            raise zmq.ZMQError(errno.EMFILE)
+        made.append(make(links, *of))
+        return made[0]
+
+    monkeypatch.setattr(PrefillLinks, "_make_socket", make_once)
+    keys = replace(theirs, other_peers=(theirs.peer_public,))
+    with prefill(keys=ours["prefill"]) as sender, decode(keys=keys) as receiver:
+        receiver.open(1, [sender], [1])
+        assert "cannot be addressed" in receiver.events.wait_for("failed", 1)[2]
 
 
 def test_keys_keep_strangers_out(tmp_path: Path) -> None:

@@ -267,6 +267,7 @@ class PrefillEndpoint:
     def _check_sent(self, room: SendRoom[DecodePeer]) -> None:
         if room.is_last_queued and not room.unfinished:
             self._rooms.remove_room(room.number)
+            room.fence.close()  # of a slab that was asked for again
             self.stats.num_rooms_done += 1
             self._listener.room_done(room.number)
 

@@ -239,9 +239,9 @@ class SendQueue:
         return True
 
     def drop_room(self, room: int) -> None:
-        """Drop what is under way of a room whose fence is closed, so that nothing more is sent. A
-        message returns its credit with its confirmation: until then it takes up memory on one of
-        the sides."""
+        """Drop what is under way of a room that ended or was confirmed. What is queued goes once
+        the room's fence is closed. A message returns its credit with its confirmation: until then
+        it takes up memory on one of the sides."""
         self.num_made.pop(room, None)
         for key in [key for key in self.unconfirmed if key[0] == room]:
             parcel = self.unconfirmed[key]

@@ -255,6 +255,7 @@ class PrefillLinks:
             self._loop.remove_socket(link.control, GOODBYE_MS)
         if link.monitor is not None:
             self._loop.remove_socket(link.monitor)
+        link.control = link.monitor = None
 
     def _on_monitor(self, link: PrefillLink, monitor: zmq.Socket[bytes]) -> None:
         events = sockets.connection_events(monitor)

@@ -55,7 +55,8 @@ LOOKUP_RETRY_S = 0.5
 """Pause between two questions to a bootstrap server that does not answer."""
 
 MAX_WAITING = 4096
-"""Rooms whose replica was asked for, over all servers. The oldest are dropped."""
+"""Callbacks that wait for lookups, beyond which more are dropped; also rooms whose replica was
+asked for, over all servers, of which the oldest are dropped."""
 
 ROOMS_RETRY_S = 0.05
 """Pause between two questions to one server for the replicas that serve rooms."""
@@ -93,6 +94,7 @@ class BootstrapClient:
         self._ranks: OrderedDict[str, dict[RankKey, Address]] = OrderedDict()
         self._failures: OrderedDict[str, tuple[float, str]] = OrderedDict()
         self._running: dict[str, Future[list[Address]]] = {}  # lookups
+        self._num_waiting = 0  # callbacks, for those
         self._asked: Counter[str] = Counter()  # machines, by their address
         # For each (server, room): when its replica was first asked for, and the answer.
         self._replicas: OrderedDict[tuple[str, int], tuple[float, int | None]] = OrderedDict()
@@ -155,12 +157,18 @@ class BootstrapClient:
     def call_with_ranks(self, server: str, callback: Callable[[list[Address]], None]) -> None:
         """Call ``callback`` with the addresses of all ranks of ``server``: at once if they are
         known, else when a lookup ends, on its thread. There are none if it fails: no request can
-        have reached such a server. Never while ``MAX_LOOKUPS`` run: its timeout tells prefill."""
+        have reached such a server. Never while ``MAX_LOOKUPS`` run or ``MAX_WAITING`` wait: its
+        timeout tells prefill."""
         self.ensure_known(server)
         with self._lock:
             ranks, lookup = self._ranks.get(server), self._running.get(server)
+            if ranks is not None or self._num_waiting >= MAX_WAITING:
+                lookup = None
+            self._num_waiting += lookup is not None
 
         def tell(found: Future[list[Address]]) -> None:
+            with self._lock:
+                self._num_waiting -= 1
             if not found.cancelled():
                 callback(found.result())
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -69,6 +70,20 @@ def test_other_page_size_fails_without_raising(manager: Any) -> None:
         manager.bootstrap_client.call_with_ranks(server, told.append)
         assert "page_size=16" in refusal(manager, server)
         eventually(lambda: told == [[]])
+
+
+def test_callbacks_that_wait_for_lookups_are_bounded(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients name a slow server in one request after the other, and end them."""
+    monkeypatch.setattr(bootstrap_client, "MAX_WAITING", 2)
+    client, told = manager.bootstrap_client, []
+    for _ in range(2):
+        client._running["slow:1"] = lookup = Future()
+        for _ in range(3):
+            client.call_with_ranks("slow:1", told.append)
+        lookup.set_result([])
+    assert told == [[]] * 4
 
 
 def test_remote_server_is_asked_only_if_allowed(
