@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_tiered import extras
+from sglang_tiered import flags
 from sglang_tiered.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def require(path: Path) -> None:
     """Raise ``ConfigError`` unless a picture can be drawn into that file."""
     if path.suffix.lower() not in _SUFFIXES:
         raise ConfigError(f"--plot {path} must end in {', '.join(_SUFFIXES)}.")
-    extras.require("--plot", "matplotlib")
+    flags.require("--plot", "matplotlib")
 
 
 def draw(path: Path, plan: Replay, runs: Sequence[Run]) -> None:
