@@ -104,8 +104,7 @@ def test_every_flag_exists_with_its_value() -> None:
 
 
 def test_what_images_import_exists() -> None:
-    """The build of an image ends at a module that was renamed. Files are looked for, as Python may
-    find another copy."""
+    """Or its build ends. Files are looked for, as Python may find another copy."""
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
     named = set(re.findall(r"\bsglang_tiered(?:\.\w+)+", text))
     assert {"sglang_tiered.route.service", "sglang_tiered.launch_server"} <= named

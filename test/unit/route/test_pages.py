@@ -104,10 +104,8 @@ def test_events_tell_memories_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_lost_events_forget_memory_but_no_disk(kept: tuple[int, ...] | None, held: Any) -> None:
     """``kept``: which of the lost batches can be replayed; None where there is no replay."""
-    second = batch(
-        *(("BlockStored", None, [2]), ("BlockStored", "CPU_PINNED", [20])),
-        ("BlockStored", "DISK", [200]),
-    )
+    stored = "BlockStored"
+    second = batch((stored, None, [2]), (stored, "CPU_PINNED", [20]), (stored, "DISK", [200]))
     costs = CostModel(page_tokens=1, bytes_per_token=1, prefill=PrefillCost((1, 1, 1, 1)))
     replica = Replica("http://127.0.0.1:1", ServerState(record_of(costs), 0.0))
 

@@ -36,7 +36,6 @@ from sglang_tiered.route.settings import LIMIT_HEADER, Classes, Source
         (["--servers", "FOLDER/good", "--port", "65534"], "65534 must be from 1 to 65533"),
         (["--servers", "FOLDER/good", "--pick-timeout", "1m"], "1m must be from 0.01s to 10s"),
         (["--servers", "FOLDER/good", "--balance-cooldown", "9s"], "9s must be from 10s to"),
-        (["--servers", "FOLDER/good", "--balance-tpot", "11"], "11 must be from 0.001s to 10s"),
     ],
 )
 def test_unusable_flags_get_one_sentence(
