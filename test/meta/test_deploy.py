@@ -103,6 +103,16 @@ def test_every_flag_exists_with_its_value() -> None:
     assert launcher_flags([f"--config={DEPLOY / 'server.gpu.yaml'}"])
 
 
+def test_what_images_import_exists() -> None:
+    """Or its build ends. Files are looked for, as Python may find another copy."""
+    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    named = set(re.findall(r"\bsglang_tiered(?:\.\w+)+", text))
+    assert {"sglang_tiered.route.service", "sglang_tiered.launch_server"} <= named
+    for name in named:
+        place = ROOT / "python" / name.replace(".", "/")
+        assert place.is_dir() or place.with_suffix(".py").is_file(), name
+
+
 def test_every_address_is_one_that_listens() -> None:
     """Nor waits a service for what never gets healthy."""
     told = {"prometheus": json.dumps(PROMETHEUS)}

@@ -239,7 +239,6 @@ class TwoEngines(RuleBasedStateMachine):
 TwoEngines.TestCase.settings = settings(
     max_examples=15,
     stateful_step_count=25,
-    deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=list(HealthCheck),

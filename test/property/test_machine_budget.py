@@ -35,7 +35,6 @@ def members(draw: st.DrawFn) -> dict[str, StoreShare]:
     return found
 
 
-@settings(deadline=None)
 @given(members())
 def test_never_above_the_total_nor_below_floors(found: dict[str, StoreShare]) -> None:
     for name, mine in found.items():
@@ -89,7 +88,7 @@ def live(
     return caps, moved
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.floats(0.5, 50), st.floats(0.5, 50), st.integers(100, 900))
 def test_two_busy_servers_come_to_rest(one: float, other: float, start: int) -> None:
     caches = {"a": Cache(one, 5000), "b": Cache(other, 5000)}
@@ -99,7 +98,7 @@ def test_two_busy_servers_come_to_rest(one: float, other: float, start: int) -> 
     assert min(caps.values()) >= 100
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(2, 4), st.integers(100, 800))
 def test_the_busy_one_gets_what_others_leave(number: int, want: int) -> None:
     floor = 50

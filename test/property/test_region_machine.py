@@ -441,7 +441,6 @@ class DirectoryMachine(StoreMachine):
 
 LIMITS = settings(
     stateful_step_count=30,
-    deadline=None,
     derandomize=True,
     # An engine of many threads never fails twice in the same way: the first failure is the one to
     # show.

@@ -25,7 +25,7 @@ def traces(draw: st.DrawFn) -> list[list[int]]:
     return [chain for chain in chains[1:] if chain] or [[0]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(chains=traces(), capacity=st.integers(0, 30))
 def test_the_bound_is_optimal_and_grows_with_capacity(
     chains: list[list[int]], capacity: int

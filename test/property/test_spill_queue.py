@@ -124,4 +124,4 @@ class SpillMachine(RuleBasedStateMachine):
 
 
 TestSpillQueue = SpillMachine.TestCase
-TestSpillQueue.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSpillQueue.settings = settings(max_examples=150, stateful_step_count=40)

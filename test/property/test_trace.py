@@ -71,7 +71,6 @@ def lru_hits(trace: list[TraceRequest], capacity: int) -> int:
     return hits
 
 
-@settings(deadline=None)
 @given(traces, st.integers(0, 40))
 def test_the_curve_is_what_a_simulated_lru_hits(trace: list[TraceRequest], capacity: int) -> None:
     reuse = measure(trace)
@@ -81,7 +80,6 @@ def test_the_curve_is_what_a_simulated_lru_hits(trace: list[TraceRequest], capac
     assert sum(reuse.request_hits()) == lru_hits(trace, 1 << 30)
 
 
-@settings(deadline=None)
 @given(traces)
 def test_a_trace_reads_back_as_written(trace: list[TraceRequest]) -> None:
     assert [decoded(request) for request in trace] == trace
@@ -90,7 +88,6 @@ def test_a_trace_reads_back_as_written(trace: list[TraceRequest]) -> None:
     assert (measure(once).capacity == measure(trace).capacity).all()
 
 
-@settings(deadline=None)
 @given(st.lists(requests_of(st.one_of(chains, wide_chains)), max_size=6), st.integers(0, 1 << 70))
 def test_prompts_share_exactly_the_blocks_that_ids_share(
     trace: list[TraceRequest], seed: int
@@ -148,7 +145,7 @@ def _damaged(text: bytes, place: int, damage: bytes) -> bytes:
     return text[:place] + damage + text[place + 1 :]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(contents, st.sampled_from([None, *Format]))
 def test_any_input_is_read_or_one_sentence(content: bytes, known: Format | None) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -310,7 +310,7 @@ async def _replay(
                 number = int.from_bytes(frames[2], "big")
                 if number > due and first:  # before any, nothing was known that could be wrong
                     pages.forget(DEVICE | HOST)
-                    logger.info("%s: events were lost; its memory is learnt anew", endpoint)
+                    logger.info("%s: events were lost; its memory is learnt anew", replica.url)
                 pages.apply(frames[3])
                 due = number + 1
     if first and due == first:  # nobody filled the gap

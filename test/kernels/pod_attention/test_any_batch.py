@@ -63,5 +63,5 @@ def check(
 @pytest.mark.parametrize("number", [10, pytest.param(150, marks=pytest.mark.slow)])
 def test_random_batches_match(number: int) -> None:
     health = [HealthCheck.too_slow]
-    bounds = settings(max_examples=number, deadline=None, suppress_health_check=health)
+    bounds = settings(max_examples=number, suppress_health_check=health)
     bounds(given(**BATCHES)(check))()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.clock import Clock
@@ -51,7 +51,6 @@ def offer(
 # ---- Write budget ----
 
 
-@settings(deadline=None)
 @given(st.integers(1000, 10_000), st.integers(0, 50_000))
 def test_greedy_writer_gets_nearly_all_of_the_budget(size: int, overhead: int) -> None:
     """The bound is not kept by giving too little: a busy day uses what a day allows."""
@@ -93,7 +92,6 @@ def test_page_is_seen_the_second_time() -> None:
     assert memory.num_seen([bytes(32)]) == 0, "zeros are no empty slot"
 
 
-@settings(deadline=None)
 @given(st.integers(1, 64), st.lists(st.lists(st.integers(0, 200), max_size=20, unique=True)))
 def test_new_page_is_never_taken_for_seen(num_slots: int, runs: list[list[int]]) -> None:
     """Overwritten slots forget; they must not lie, however full the table is."""
@@ -214,7 +212,6 @@ def test_used_up_budget_opens_again_by_waiting_only() -> None:
     assert offer(gate, keys("new")) == 1
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0, 3600), st.integers(1, 60), st.floats(0, 1.2), st.integers(0, 9999)),

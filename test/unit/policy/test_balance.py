@@ -321,7 +321,7 @@ class Tandem:
         return {"prefill": prefills * flow / num_prefill, "decode": min(1.0, held / num_decode)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     loads=st.tuples(st.floats(0, 12), st.floats(0, 12)),
     counts=st.tuples(st.integers(1, 8), st.integers(1, 8)),

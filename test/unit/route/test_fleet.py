@@ -18,6 +18,7 @@ from sglang_tiered.policy.server_costs import EventSource, costs_key
 from sglang_tiered.route import fleet
 from sglang_tiered.route.envoy import CLUSTERS, read_members
 from sglang_tiered.route.fleet import Fleet, Member
+from sglang_tiered.route.replicas import DEVICE
 from sglang_tiered.route.settings import Source
 from sglang_tiered.sharing import membership
 
@@ -183,6 +184,9 @@ def test_nonsense_about_events_is_tried_again(
     monkeypatch.setattr("sglang_tiered.route.fleet.EVENTS_AGAIN_S", 0.05)
     followed.server.events, followed.server.ranks = EventSource("\0", 1), (1,)
     eventually(lambda: caplog.text.count("cannot be followed") > 2)
+    pages = followed.member.replicas[1].pages
+    pages.store(DEVICE, [1])
+    eventually(lambda: len(pages) == 0)
     assert followed.member.is_up
 
 
@@ -280,6 +284,21 @@ def test_replica_that_returns_is_asked_on(followed: Followed) -> None:
         followed.server.ranks = ranks
         eventually(lambda ranks=ranks: set(followed.member.replicas) == set(ranks))
     followed.wait_until_asked()
+
+
+def test_server_that_restarts_inherits_nothing(followed: Followed) -> None:
+    """Neither pages nor what was learnt of its answers; while it runs both stay."""
+    eventually(lambda: 0 in followed.member.replicas)
+    first = followed.member.replicas[0]
+    first.pages.store(DEVICE, [1])
+    followed.server.costs = {"running_prefill_s": 600.0}
+    eventually(lambda: first.state.queue_s(followed.fleet._clock()) > 500)
+    assert followed.member.replicas[0] is first and len(first.pages) == 1
+    followed.server.costs = {"boot": "ff"}
+    eventually(lambda: followed.member.boot == "ff")
+    heir = followed.member.replicas[0]
+    assert heir is not first and len(heir.pages) == 0
+    assert heir.state.queue_s(followed.fleet._clock()) < 1
 
 
 def test_servers_learn_no_operators_key(followed: Followed) -> None:

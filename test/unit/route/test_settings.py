@@ -32,6 +32,10 @@ from sglang_tiered.route.settings import LIMIT_HEADER, Classes, Source
         (["--servers", "FOLDER/good", "--classes", "FOLDER/bad"], "cannot be used: Expected"),
         (["--servers", "FOLDER/good", "--server-key-file", "FOLDER/empty"], "holds no key"),
         (["--servers", "FOLDER/good", "--host", "localhost"], "--host localhost is no IP address"),
+        (["--servers", "FOLDER/good", "--picker-host", "a"], "--picker-host a is no IP address"),
+        (["--servers", "FOLDER/good", "--port", "65534"], "65534 must be from 1 to 65533"),
+        (["--servers", "FOLDER/good", "--pick-timeout", "1m"], "1m must be from 0.01s to 10s"),
+        (["--servers", "FOLDER/good", "--balance-cooldown", "9s"], "9s must be from 10s to"),
     ],
 )
 def test_unusable_flags_get_one_sentence(

@@ -186,7 +186,7 @@ class SmallHost(RuleBasedStateMachine):
 
 
 TestSmallHost = pytest.mark.timeout(120)(SmallHost.TestCase)
-TestSmallHost.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestSmallHost.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 @pytest.fixture
