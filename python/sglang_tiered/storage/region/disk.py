@@ -30,7 +30,8 @@ class Disk:
     own.
 
     Thread-safe. What calls the device or lets a region go is called without the store's lock, and
-    raises ``OSError`` where the device does; all else returns at once. Nothing runs in the background: the next caller notices an I/O that hangs.
+    raises ``OSError`` where the device does; all else returns at once. Nothing runs in the
+    background: the next caller notices an I/O that hangs.
     ``is_held`` asks the filesystem whether the store's lock still keeps others away.
     """
 
