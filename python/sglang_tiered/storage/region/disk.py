@@ -29,8 +29,9 @@ class Disk:
     MISS_ONLY otherwise, with automatic retry, or for good once what the store has is no longer its
     own.
 
-    Thread-safe, and called without the store's lock. What calls the device raises ``OSError``; all
-    else returns at once. Nothing runs in the background: the next caller notices an I/O that hangs.
+    Thread-safe. What calls the device or lets a region go is called without the store's lock, and
+    raises ``OSError`` where the device does; all else returns at once. Nothing runs in the
+    background: the next caller notices an I/O that hangs.
     ``is_held`` asks the filesystem whether the store's lock still keeps others away.
     """
 

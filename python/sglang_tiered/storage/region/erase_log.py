@@ -395,7 +395,8 @@ def drop_gone(device: FileReader, erased: Erased) -> None:
 def rewrite(disk: Disk, erased: Erased) -> None:
     """Replace the file by one that says what must be said. Raises ``OSError``: what was durable
     before is then."""
-    drop_gone(disk.device, erased)
+    with disk.watch():
+        drop_gone(disk.device, erased)
     disk.sync_names()  # what is gone must not come back without what is said of it
     data = pack(erased)
     erased.num_bytes = 0

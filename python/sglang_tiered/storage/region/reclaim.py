@@ -200,6 +200,15 @@ class Reclaimer:
                 return gone
         return False
 
+    def give_up(self, nbytes: int) -> bool:
+        """Remove regions of so many bytes, which may be smaller ones of an earlier run, whatever of
+        them the disk gets back; false without."""
+        left = self._state.regions.physical_bytes - nbytes
+        while self._state.regions.physical_bytes > left:
+            if not self.evict_one():
+                return False
+        return True
+
     def with_room(self, write: Callable[[], _T]) -> _T:
         """Write a small file, once more with the room of a region where there is none for it.
         Raises ``OSError``."""

@@ -394,11 +394,11 @@ class IoWorker:
         began = time.perf_counter()
         try:
             written = self._disk.write(write.region.fd, segments, offset)
+            if state.encoding is not None:
+                state.encoding.note_write(time.perf_counter() - began, written, write.memory_bytes)
         finally:
             with state.lock:
                 state.num_writes -= 1
-        if state.encoding is not None:
-            state.encoding.note_write(time.perf_counter() - began, written, write.memory_bytes)
 
 
 def hashed_writes(write: ExtentWrite) -> Iterator[tuple[int, list[memoryview]]]:
@@ -531,7 +531,9 @@ class SyncWorker:
         try:
             self._disk.sync(region)
         finally:
-            with self._state.lock:
+            with self._state.lock:  # once: a pin of no sync would be a reader's
                 region.syncing = False
-            self._disk.unpin(region)
+                unused = self._state.regions.unpin(region)
+            if unused:
+                self._disk.dispose(region)
         return True

@@ -419,9 +419,9 @@ class RegionWriter:
         try:
             return self._create_reserved()
         except OSError as error:
-            # One and no more: where unlinks give no room (a snapshot or a hard link keeps the
+            # So much and no more: where unlinks give no room (a snapshot or a hard link keeps the
             # blocks) further ones would give none either.
-            if error.errno not in FULL_ERRNOS or not self._reclaimer.evict_one():
+            if error.errno not in FULL_ERRNOS or not self._reclaimer.give_up(self._region_bytes):
                 raise
             if not self._reclaimer.reserve(self._region_bytes):
                 raise

@@ -90,6 +90,24 @@ def test_no_extent_takes_the_room_of_its_footer(bench: Bench) -> None:
     assert len(bench.files()) == 2
 
 
+def test_a_full_disk_gives_the_room_of_smaller_regions(tmp_path: Path) -> None:
+    """Of an earlier run: the room of one is not that of a region of now."""
+    sizes = {"capacity_bytes": 16 * REGION, "sync_interval_s": 1000.0}
+    engine = open_region(tmp_path, region_bytes=REGION, **sizes)
+    for seed in range(8):
+        assert finished(engine.submit_store(make_run(seed, [BLOCK_BYTES] * 12)))[0] is Reason.OK
+    engine.close()
+
+    def fill_the_disk(operation: str) -> None:
+        if operation == "create" and len(list(tmp_path.glob("*.kv"))) > 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    device = FaultyDevice(FileDevice(tmp_path), before=fill_the_disk)
+    engine = open_region(tmp_path, region_bytes=4 * REGION, device=device, **sizes)
+    assert finished(engine.submit_store(make_run(9, [BLOCK_BYTES]))) == [Reason.OK]
+    engine.close()
+
+
 def test_a_place_that_keeps_failing_is_abandoned(bench: Bench) -> None:
     assert bench.store(1) == [Reason.OK]
     bench.fail("writev", times=3, error=errno.EIO)
