@@ -3,7 +3,7 @@ but where SGLang skips it; its store begins in the order that ``SpillQueue`` dec
 
 SGLang silently skips host copies while host memory is short. They are retried here, by what is the
 same on all ranks. In a small host tier a copy of a device node may have been dropped, and is made
-again before a load is put below it; and a load may have to wait until stores leave it room.
+again before a load is put below it. A load may have to wait until stores leave it room.
 
 SGLang asks for the store of a node once, when its copy to host memory is complete. Each store that
 is queued pins its host pages until it is done. So a slow disk would fill host memory with pinned

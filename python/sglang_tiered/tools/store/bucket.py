@@ -28,8 +28,8 @@ from sglang_tiered.storage.bucket.names import (
 )
 from sglang_tiered.storage.bucket.pins import unpack_pin
 from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
-from sglang_tiered.storage.region.files import PAGE_SIZES_NAME
-from sglang_tiered.storage.region.notes import read_note, read_page_sizes
+from sglang_tiered.storage.region.format import PAGE_SIZES_NAME
+from sglang_tiered.storage.region.notes import note_of, read_page_sizes
 from sglang_tiered.tools.store.report import (
     MAX_LISTED,
     age,
@@ -132,7 +132,7 @@ def _noted_sizes(directory: Path) -> dict[bytes, PageSize]:
     ``StoreError``."""
     sizes: dict[bytes, PageSize] = {}
     for shard in resolve(directory).shards:
-        sizes |= read_page_sizes(read_note(shard, PAGE_SIZES_NAME))
+        sizes |= read_page_sizes(note_of(shard, PAGE_SIZES_NAME))
     return sizes
 
 

@@ -18,7 +18,8 @@ from kit.stores import open_engine
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.promises import is_true
 from sglang_tiered.storage.region.directory import prepare, shard_path
-from sglang_tiered.storage.region.notes import PageSize, add_page_size
+from sglang_tiered.storage.region.format import PAGE_SIZES_NAME
+from sglang_tiered.storage.region.notes import PageSize, with_page_size
 
 TENANT = b"\x22" * 16
 OTHER = b"\x44" * 32
@@ -69,9 +70,9 @@ def test_tokens_are_counted_by_what_servers_noted(cli: Cli, url: str, tmp_path: 
     fill(url, 2, namespace=OTHER)
     noted = tmp_path / "kv"
     prepare(noted)
-    notes = open_engine(shard_path(noted, "tp0of1-pp0of1-dp0-0")).notes
-    add_page_size(notes, NAMESPACE, PageSize(64, 3000))
-    add_page_size(notes, OTHER, PageSize(64, 1000))  # of another length: not told
+    note = with_page_size(b"", NAMESPACE, PageSize(64, 3000))
+    note = with_page_size(note, OTHER, PageSize(64, 1000))  # of another length: not told
+    open_engine(shard_path(noted, "tp0of1-pp0of1-dp0-0")).write_note(PAGE_SIZES_NAME, note)
     found = [answer(cli, "stat", url, *more) for more in ((), ("--tier-dir", noted))]
     assert [[each["tokens"] for each in report["namespaces"]] for report in found] == [
         [None, None],
