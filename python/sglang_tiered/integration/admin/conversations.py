@@ -5,10 +5,10 @@ The scheduler thread reads memory and queues stores. Work that waits for a disk 
 (``make_durable``) runs on threads, and the caller polls until it is done.
 
 A pin is refused on all ranks or on none: they ask before any takes it, in the place of another of
-its name. What fills the bound once all have asked does not count. Whether what is forgotten is so
-durably, and known to every other server, is asked afterwards. A hint begins on all ranks in one
-step, and all load the same tokens: the least that any rank's tiers hold. What then becomes of it is
-``Hints``' affair.
+its name. Where one cannot any more once all have asked, the next pin of that name settles it.
+Whether what is forgotten is so durably, and known to every other server, is asked afterwards. A
+hint begins on all ranks in one step, and all load the same tokens: the least that any rank's tiers
+hold. What then becomes of it is ``Hints``' affair.
 """
 
 from __future__ import annotations
@@ -322,8 +322,9 @@ def pin(cache: TieredRadixCache, _: str, body: dict[str, Any]) -> Steps:
         raise CallError(refusal.why, 409)
     if not may_pin:
         raise CallError(REFUSED_ELSEWHERE, 409)
-    kept = ended(True) if keeper is None else keeper.pin(*wanted, was_asked=True)
-    assert not isinstance(kept, PinRefusal)
+    kept = ended(True) if keeper is None else keeper.pin(*wanted)
+    if isinstance(kept, PinRefusal):  # since it was asked: the one before is still there
+        kept = ended(False)
     told = {"name": name, "pinned_until": until_s}
     return (yield from _until_durable(cache, storage, named, tier, kept, **told))
 

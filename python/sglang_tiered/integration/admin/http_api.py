@@ -1,7 +1,7 @@
 """What SGLang's HTTP server answers of the tiers: endpoints, and a page for people.
 Routes, JSON and statuses: a refusal is ``{"error": SENTENCE}`` with the status of its
 ``api.CallError``. API keys are those of ``/flush_cache``; ``GET /tier/costs`` also takes one that
-opens nothing else (``keys``). Without keys a call is refused that comes from another site.
+opens nothing else (``role_switch``). Without keys a call is refused that comes from another site.
 
 The page needs no key, as it holds nothing of a server (``README.md``). A browser never sends the
 key that a reader types in by itself, so no other site can act with it.

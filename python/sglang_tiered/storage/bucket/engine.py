@@ -258,14 +258,13 @@ class BucketEngine(TierEngine):
         data: bytes = b"",
         *,
         only_asks: bool = False,
-        was_asked: bool = False,
     ) -> Future[bool] | PinRefusal:
         state, wanted = self._state, Pin.checked(name, keys, tenant, until_s, data)
         with state.lock:
             if state.closed:
                 return ended(False)
             state.pins.expire()
-            refusal = None if was_asked else state.pins.refusal(wanted)
+            refusal = state.pins.refusal(wanted)
             if refusal is not None or only_asks:
                 return refusal or ended(True)
             return self._change_pin(name, wanted)

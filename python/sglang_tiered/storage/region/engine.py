@@ -447,12 +447,11 @@ class RegionEngine(TierEngine):
         data: bytes = b"",
         *,
         only_asks: bool = False,
-        was_asked: bool = False,
     ) -> Future[bool] | PinRefusal:
         """Keep pages, those that are still to be stored too, until ``until_s`` (seconds since 1970;
         None: until it is unpinned), in the place of a pin of the same name. Memory only, in time
         that grows with the keys. ``only_asks``: say whether it would be refused, and change
-        nothing. ``was_asked``: it was not, so keep it now whatever has filled the bound since.
+        nothing.
 
         From the call on reclaim keeps them, as far as the bound allows for those that come later.
         True once they are kept after a crash or loss of power too. The pages themselves become
@@ -465,7 +464,7 @@ class RegionEngine(TierEngine):
             if state.closed:
                 return ended(False)
             self._order_pins(state.expire())
-            refusal = None if was_asked else state.pin_refusal(pin)
+            refusal = state.pin_refusal(pin)
             if refusal is not None or only_asks:
                 return refusal or ended(True)
             state.unpin([name], adopt=[pin])

@@ -253,22 +253,24 @@ def test_long_list_is_matched_in_steps(
     assert (most, len(located), len(answer["conversations"])) == (1, 2, 2)
 
 
-def test_bound_filled_once_all_agreed_parts_no_ranks(
+def test_pin_refused_once_asked_is_none(
     world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is still to be stored may fill it between, and other ranks have pinned."""
+    """What is still to be stored may fill the bound between."""
     note(world, "1", A, "chat")
     assert ask.pin(rid="1")["num_missing"] == 0
-    engine = world.cache.storage.region_engine
+    pinned, engine = ask.rows()[0]["pins"], world.cache.storage.region_engine
     note(world, "2", A + B, "chat")
-    pin = engine.pin
+    asks = engine.pin
 
-    def fills(*given: Any, **how: bool) -> Any:
-        return pin(*given, **how) if any(how.values()) else PinRefusal(1, 1, 1, "it is full")
+    def fills(*given: Any, only_asks: bool = False) -> Any:
+        return asks(*given, only_asks=True) if only_asks else PinRefusal(1, 1, 1, "it is full")
 
-    monkeypatch.setattr(engine, "pin", fills)
+    with monkeypatch.context() as full:
+        full.setattr(engine, "pin", fills)
+        answer = ask.pin(rid="2")
+    assert answer["status"] == 503 and ask.rows()[0]["pins"] == pinned
     assert ask.pin(rid="2")["num_tokens"] == len(A + B)
-    assert len(ask.rows()[0]["pins"]) == 1
 
 
 def test_failed_checkpoint_is_told_and_kept(

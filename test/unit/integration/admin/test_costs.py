@@ -63,6 +63,19 @@ def server(cache: Any) -> Iterator[Server]:
         yield Server(cache, board)
 
 
+@pytest.mark.parametrize(
+    ("dp_size", "attn_dp_size", "nnodes", "num_local"),
+    [(1, 1, 2, 1), (1, 4, 2, 2), (1, 3, 2, 2), (4, 1, 2, 4)],
+)
+def test_board_tells_which_ranks_can_reach_it(
+    dp_size: int, attn_dp_size: int, nnodes: int, num_local: int
+) -> None:
+    """Or what waits for a server of several machines waits for ranks that write elsewhere."""
+    settings = SimpleNamespace(dp_size=dp_size, attn_dp_size=attn_dp_size, nnodes=nnodes)
+    with CostBoard.of_server(settings) as board:
+        assert (board.num_ranks, board.num_local_ranks) == (dp_size * attn_dp_size, num_local)
+
+
 def test_record_tells_what_the_planner_believes(server: Server) -> None:
     planner = server.cache.tiering.planner
     planner.note_batch([(2048, 0)], 0.5, 100)

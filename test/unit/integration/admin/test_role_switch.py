@@ -188,7 +188,8 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def boot(monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a server that this process is."""
-    monkeypatch.setattr(role_switch, "_boot", "17" * 16)
+    monkeypatch.setattr(role_switch, "_boot", "")
+    role_switch.take_orders("17" * 16)
     return "17" * 16
 
 

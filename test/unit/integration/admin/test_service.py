@@ -78,6 +78,11 @@ def test_time_that_is_up_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(service, "TIMEOUT_S", 0.0)
     report, _ = call(CheckpointCall, {"rid": "r"}, [UNDER_WAY])
     assert report == (503, {"num_tokens": 64, "num_missing": 64})
+    report, _ = call(UnpinCall, {"rid": "r"}, [{"done": True}, {"done": False}])
+    assert report == (503, {"unpinned": False})
+    loading = {"num_in_memory": 0, "num_loading": 64}
+    report, _ = call(PrefetchCall, {"rid": "r"}, [{"done": False, **loading}])
+    assert report == (202, loading)
     with pytest.raises(CallError, match="ask again") as caught:
         call(TenantsCall, {}, [{"done": False}])
     assert caught.value.status == 503
@@ -92,7 +97,8 @@ def test_replicas_that_know_no_rid_forget_too() -> None:
         [{**forgotten, "durable": False}, forgotten],
     )
     assert [each.body["hashes"] for each in manager.asked if "hashes" in each.body] == [["ab"]]
-    assert report[0] == 503 and report[1]["durable"] is False
+    told = {"error": service.NOT_FORGOTTEN, "durable": False, "num_tokens": 64}
+    assert report == (503, told)
 
 
 def test_replicas_forget_what_any_of_them_knows() -> None:

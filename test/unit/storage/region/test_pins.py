@@ -70,20 +70,6 @@ def test_a_full_bound_outlives_ten_capacities(tmp_path: Path, spread: str) -> No
     close_whole(engine)
 
 
-def test_what_ranks_agreed_on_is_pinned(tmp_path: Path) -> None:
-    """Though the bound was filled since: its pages wait for the room of others."""
-    engine = open_engine(tmp_path / "s")
-    full, late = (make_run(seed, [PAGE] * (BOUND // PAGE)) for seed in (1, 2))
-    store(engine, full, late)
-    pin(engine, "full", full.keys)
-    refused(engine, "late", late.keys)
-    pin(engine, "late", late.keys, was_asked=True)
-    assert engine.pinned_bytes <= BOUND
-    assert is_true(engine.unpin("full"), TIMEOUT_S)
-    assert engine.pinned_bytes == BOUND
-    close_whole(engine)
-
-
 @pytest.mark.parametrize("num_regions", [3, 4, 5])
 @pytest.mark.parametrize("num_pages", [1, 2, 7])
 def test_large_pages_find_room_beside_pins(
