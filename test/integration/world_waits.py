@@ -32,7 +32,7 @@ class BoundedWaits:
         may_start = bool(self._asked(request))
         if may_start:
             self._late.pop(request, None)
-        elif request not in self._world.cache.tiering.returns:
+        elif self._world.cache.tiering.returns.back_of(request) is None:
             self.num_held_up += request not in self._since
             self._check(request, now - self._since.setdefault(request, now))
         return may_start

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kit.clock import Clock
 from sglang_tiered.integration.cache.loads import (
     MAX_IGNORED_TURNS,
+    MAX_TURNS,
     Loads,
     RequestLoad,
     State,
@@ -118,3 +119,31 @@ def test_request_that_could_start_goes_first() -> None:
     turns.could_start(small)
     assert turns.take(750) == ["small", "urgent", "far"]
     assert turns.take(800, only_ready=True) == []
+
+
+def test_nothing_stays_of_loads_that_left() -> None:
+    """Or new ones would wait for their room for ever, and turns go to requests that are gone."""
+    queue = Queue()
+    turns = queue.turns
+    stuck = queue.put_off("stuck", 900)
+    for _ in range(MAX_IGNORED_TURNS):
+        turns.take(0)
+    turns.withdraw(stuck)
+    aborted = queue.put_off("aborted", 100)
+    assert turns.wait_for_room
+    turns.could_start(aborted)
+    turns.withdraw(aborted)
+    assert turns.first_ready() is None and aborted.num_put_off is None
+    turns.could_start(queue.put_off("flushed", 100))
+    turns.clear()
+    assert turns.first_ready() is None and turns.take(0) == [] and not turns.wait_for_room
+
+
+def test_each_has_one_turn_in_its_order() -> None:
+    queue = Queue()
+    turns = queue.turns
+    many = [queue.put_off(f"{number}", 1) for number in range(MAX_TURNS + 1)]
+    for ready in ([], many[:1], many[::-1]):
+        for record in ready:
+            turns.could_start(record)
+        assert turns.take(0) == [f"{number}" for number in range(MAX_TURNS)]
