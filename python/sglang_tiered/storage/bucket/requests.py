@@ -444,7 +444,7 @@ class Requests:
 class Breaker:
     """RUNNING -> MISS_ONLY after failed reads in a row, of whatever thread. From then on only the
     discovery thread asks, one probe after a pause that doubles, and the first that succeeds brings
-    RUNNING back. (A store on a disk lets loads be the probes, which may take seconds here.)
+    RUNNING back. A store on a disk lets loads be the probes; here these may take seconds.
 
     A bucket that never answered yet gets no benefit of the doubt: its first failure opens.
     Thread-safe. ``stores``: pauses behind puts that failed, while loads go on."""
