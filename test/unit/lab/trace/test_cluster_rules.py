@@ -48,7 +48,7 @@ def test_no_router_hears_how_long_answers_will_be(policy: str) -> None:
         run = begun(policy, 3, crowd)
         run._poll(0.2)
         run.books.report(0.2)
-        states = [(state.free_s, state.busy, state.num_others) for state in run.books.states]
+        states = [(state.free_s, state.record.busy, state.num_others) for state in run.books.states]
         news = [prompt(0.0, range(50_000 + 100 * n, 50_040 + 100 * n)) for n in range(6)]
         picks.append((states, [chosen(run, one, 0.2) for one in news]))
     assert picks[0] == picks[1]

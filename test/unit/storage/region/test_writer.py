@@ -90,7 +90,7 @@ def test_no_extent_takes_the_room_of_its_footer(bench: Bench) -> None:
     assert len(bench.files()) == 2
 
 
-def test_a_full_disk_gives_the_room_of_smaller_regions(tmp_path: Path) -> None:
+def test_full_disk_gives_room_of_smaller_regions(tmp_path: Path) -> None:
     """Of an earlier run: the room of one is not that of a region of now."""
     sizes = {"capacity_bytes": 16 * REGION, "sync_interval_s": 1000.0}
     engine = open_region(tmp_path, region_bytes=REGION, **sizes)
