@@ -229,7 +229,7 @@ def test_internal_errors_cost_no_copy(
     assert not left
 
 
-def test_a_chain_that_always_fails_is_dropped_and_holds_up_no_other(
+def test_chain_that_always_fails_holds_up_no_other(
     tiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demotion, "STEP_PAGES", len(PAGES))
