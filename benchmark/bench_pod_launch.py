@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from pod_bench.report import describe_device, describe_versions
-from sglang_tiered.integration.cpu import host_copies
+from sglang_tiered.integration.platforms import host_copies
 from sglang_tiered_kernels.page_copy import interface as copies_interface
 from sglang_tiered_kernels.pod_attention import PodShape, Roles, launch, make_plan, pod_attention
 

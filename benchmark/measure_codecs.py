@@ -33,7 +33,7 @@ from rich.table import Table
 
 from sglang_tiered.codecs import CODEC_NAMES, LOSSY_CODEC_NAMES, NO_CODEC, PageLayout, make_codec
 from sglang_tiered.codecs.encoded import copied
-from sglang_tiered.integration.cpu import processes
+from sglang_tiered.integration.platforms import processes
 from sglang_tiered.tools.machine import describe_machine, describe_versions
 
 processes.declare_torchvision_operators()  # before transformers imports torchvision

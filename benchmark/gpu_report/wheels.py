@@ -1,7 +1,7 @@
 """The wheels that SGLang and this package need on a machine with a torch of its own, no network.
 
 That machine has torch 2.11 with CUDA 13, Triton 3.6 and Python 3.12, and no compiled kernels of
-SGLang: there the platform ``integration.cuda_native`` serves.
+SGLang: there the platform ``integration.platforms.cuda_native`` serves.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from peer_bench.pages import NAMESPACE, empty_run, fill_with, filled_run, is_filled_right
 from sglang_tiered.checksummed import page_checksum
-from sglang_tiered.integration.cpu.processes import keep_freed_memory
+from sglang_tiered.integration.platforms.processes import keep_freed_memory
 from sglang_tiered.sharing.page_source import PageSource, Place
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.storage.base import Reason

@@ -18,7 +18,7 @@ from peer_bench.pages import (
     filled_run,
     is_filled_right,
 )
-from sglang_tiered.integration.cpu.processes import keep_freed_memory
+from sglang_tiered.integration.platforms.processes import keep_freed_memory
 from sglang_tiered.sharing.pages.client import PageClient
 from sglang_tiered.storage.base import Job, JobKind
 from sglang_tiered.wire.keys import PEER, load_keys

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from sglang_tiered.integration.cpu.processes import keep_freed_memory
+from sglang_tiered.integration.platforms.processes import keep_freed_memory
 from sglang_tiered.transfer.decode import DecodeEndpoint
 from sglang_tiered.wire.keys import load_keys
 from transfer_bench.mooncake import MooncakeEnd

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from sglang_tiered.config import TransferConfig
-from sglang_tiered.integration.cpu.processes import keep_freed_memory
+from sglang_tiered.integration.platforms.processes import keep_freed_memory
 from sglang_tiered.transfer.prefill import PrefillEndpoint
 from sglang_tiered.transfer.send_queue import Chunk
 from sglang_tiered.wire.keys import load_keys, make_keys

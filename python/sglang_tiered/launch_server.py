@@ -149,7 +149,7 @@ def _run(server_args: Any, config: TieredConfig) -> None:
         from sglang_tiered.integration.admin.costs import CostBoard
         from sglang_tiered.integration.admin.http_api import add_routes
         from sglang_tiered.integration.admin.role_switch import take_orders
-        from sglang_tiered.integration.cpu import processes
+        from sglang_tiered.integration.platforms import processes
 
         resolved, config = start.check(server_args, config)
 

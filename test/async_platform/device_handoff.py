@@ -146,7 +146,7 @@ class World:
         """Host to device and back, layer by layer; SGLang takes its indices back at once."""
         import sglang.srt.utils  # noqa: F401 - as a server has, before a module of a platform
 
-        from sglang_tiered.integration.cpu import host_copies
+        from sglang_tiered.integration.platforms import host_copies
 
         torch, layers, page = self.torch, 3, 4
         generator = torch.Generator().manual_seed(3)

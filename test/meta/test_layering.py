@@ -63,18 +63,17 @@ MAY_IMPORT = {
 }
 # Likewise within ``integration``: its rooms, and the modules at its door.
 INTEGRATION = {
-    "plugin": {"attention", "cache", "compat", "cpu", "cuda_native", "hooks"},
-    "hooks": {"admin", "cache", "cpu", "disaggregation", "identity", "observe"}
+    "plugin": {"attention", "cache", "compat", "hooks", "platforms"},
+    "hooks": {"admin", "cache", "disaggregation", "identity", "observe", "platforms"}
     | {"scheduler_messages"},
     "scheduler_messages": {"admin", "attention", "cache", "disaggregation", "identity", "observe"}
     | {"ranks"},
     "engine": {"admin", "resolve", "start"},
-    "resolve": {"attention", "cpu", "start", "storage"},
-    "start": {"compat", "cpu", "plugin", "storage"},
+    "resolve": {"attention", "platforms", "start", "storage"},
+    "start": {"compat", "platforms", "plugin", "storage"},
     "admin": {"cache", "identity", "ranks", "storage"},
     "disaggregation": {"cache", "compat", "identity", "observe"},
-    "cpu": {"cache", "identity"},
-    "cuda_native": {"compat", "cpu"},
+    "platforms": {"cache", "compat", "identity"},
     "cache": {"compat", "identity", "observe", "ranks", "storage"},
     "ranks": set(),
     "observe": {"compat", "storage"},

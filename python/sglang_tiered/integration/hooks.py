@@ -54,13 +54,13 @@ from sglang_tiered.errors import ConfigError, SchedulerRefused, TieredError
 from sglang_tiered.integration.cache import factory, host_size
 from sglang_tiered.integration.cache.prefill_times import PrefillClock
 from sglang_tiered.integration.cache.publishing import checkpoint_answers
-from sglang_tiered.integration.cpu import memory, processes
-from sglang_tiered.integration.cpu.platform import around_dtype
 from sglang_tiered.integration.identity import request_names, tenants
 from sglang_tiered.integration.identity.media_hashes import (
     drop_client_hashes,
     refuse_placeholder_tokens,
 )
+from sglang_tiered.integration.platforms import memory, processes
+from sglang_tiered.integration.platforms.cpu import around_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -25,14 +25,14 @@ def activate_platform() -> str | None:
     A GPU that torch cannot use ends the process with one sentence: SGLang without a platform ends
     too, at a place that differs by version.
     """
-    from sglang_tiered.integration.cpu import processes
+    from sglang_tiered.integration.platforms import processes
 
     if lacks_kernels():
-        from sglang_tiered.integration.cuda_native import platform as native_platform
+        from sglang_tiered.integration.platforms import cuda_native
 
-        native_platform.hide_cuda()
+        cuda_native.hide_cuda()
         processes.declare_torchvision_operators()
-        return "sglang_tiered.integration.cuda_native.platform.NativeCudaPlatform"
+        return "sglang_tiered.integration.platforms.cuda_native.NativeCudaPlatform"
     if has_accelerator():
         return None
     problem = accelerator_problem()
@@ -40,7 +40,7 @@ def activate_platform() -> str | None:
         raise SystemExit(f"sglang-tiered: {problem}")
 
     processes.declare_torchvision_operators()
-    return "sglang_tiered.integration.cpu.platform.ReferenceCpuPlatform"
+    return "sglang_tiered.integration.platforms.cpu.ReferenceCpuPlatform"
 
 
 def register() -> None:
@@ -53,18 +53,17 @@ def register() -> None:
     compat.check_version()
     registration.register()
     if not has_accelerator():
-        from sglang_tiered.integration.cpu import platform as cpu_platform
-        from sglang_tiered.integration.cpu import processes, short_conv
+        from sglang_tiered.integration.platforms import cpu, processes, short_conv
 
         # This feature asks torch for a CUDA event, and ends the scheduler where there is none.
         os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
         processes.keep_freed_memory()
-        cpu_platform.patch_host_pools()
+        cpu.patch_host_pools()
         short_conv.register()
     elif lacks_kernels():
-        from sglang_tiered.integration.cuda_native import platform as native_platform
+        from sglang_tiered.integration.platforms import cuda_native
 
-        native_platform.prepare()
+        cuda_native.prepare()
     compat.check_signatures()
     factory.register(hooks.register().build_cache)
 

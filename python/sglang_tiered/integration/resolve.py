@@ -41,7 +41,7 @@ from sglang_tiered.flags import (
     values_of,
 )
 from sglang_tiered.integration.attention import pod_flags
-from sglang_tiered.integration.cpu.memory import allocatable_bytes
+from sglang_tiered.integration.platforms.memory import allocatable_bytes
 from sglang_tiered.integration.start import try_port
 from sglang_tiered.integration.storage.shards import sizes_of
 from sglang_tiered.integration.storage.tiers import peer_settings

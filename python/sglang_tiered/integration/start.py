@@ -56,7 +56,7 @@ def prepare() -> None:
     compat.check_signatures()
     compat.check_imports()
     if not plugin.has_accelerator():
-        from sglang_tiered.integration.cpu import short_conv
+        from sglang_tiered.integration.platforms import short_conv
 
         compat.check_signatures(short_conv.SIGNATURES)
 
@@ -123,7 +123,7 @@ def check(server_args: Any, config: TieredConfig) -> tuple[Any, TieredConfig]:
     say. Raises ``ConfigError`` for what SGLang, the model or this machine refuses."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
-    from sglang_tiered.integration.cpu import memory
+    from sglang_tiered.integration.platforms import memory
 
     try:
         server_args.resolve_once()

@@ -18,7 +18,7 @@ from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode, TransferCon
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import GiB, MiB, flags_of
 from sglang_tiered.integration import resolve as server_args
-from sglang_tiered.integration.cpu.memory import allocatable_bytes
+from sglang_tiered.integration.platforms.memory import allocatable_bytes
 from sglang_tiered.integration.resolve import (
     URL_VARIABLE,
     added_arguments,

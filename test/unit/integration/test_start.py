@@ -16,7 +16,7 @@ from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import MiB
 from sglang_tiered.integration import start
-from sglang_tiered.integration.cpu.platform import ReferenceCpuPlatform
+from sglang_tiered.integration.platforms.cpu import ReferenceCpuPlatform
 from sglang_tiered.integration.start import check_ports
 
 # ---- Models ----

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import conv1d, silu
 
-from sglang_tiered.integration.cpu.short_conv import causal_conv1d_fn, causal_conv1d_update
+from sglang_tiered.integration.platforms.short_conv import causal_conv1d_fn, causal_conv1d_update
 
 CHANNELS, WIDTH, SLOTS = 6, 3, 5
 

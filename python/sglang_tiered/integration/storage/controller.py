@@ -21,8 +21,12 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 
 from sglang_tiered.integration.identity.tenants import UNKNOWN_TENANT
 from sglang_tiered.integration.storage.backend import TieredStorage
-from sglang_tiered.integration.storage.backup_worker import BackupWorker, StoreOperation
-from sglang_tiered.integration.storage.load_worker import LoadOperation, LoadWorker
+from sglang_tiered.integration.storage.workers import (
+    BackupWorker,
+    LoadOperation,
+    LoadWorker,
+    StoreOperation,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -24,7 +24,7 @@ from small_cache import make_pool
 
 from sglang_tiered.integration.cache import small_host as small_host_core
 from sglang_tiered.integration.cache.small_host import SmallHostTreeCore
-from sglang_tiered.integration.cpu.platform import patch_host_pools
+from sglang_tiered.integration.platforms.cpu import patch_host_pools
 
 PAGE, DEVICE_PAGES, HOST_PAGES = 4, 24, 8
 

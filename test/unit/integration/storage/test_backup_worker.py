@@ -19,12 +19,12 @@ from told_disk import DEADLINE_S, PAGE, PAGE_BYTES, ToldDisk, controller_of, poo
 
 from kit.waiting import eventually
 from sglang_tiered.integration.storage.backend import BegunStore
-from sglang_tiered.integration.storage.backup_worker import (
+from sglang_tiered.integration.storage.controller import TieredController
+from sglang_tiered.integration.storage.workers import (
     MIN_PART_BYTES,
     NUM_PARTS,
     BackupWorker,
 )
-from sglang_tiered.integration.storage.controller import TieredController
 from sglang_tiered.storage.base import JobKind, Reason
 from sglang_tiered.storage.region.device import FileDevice
 

@@ -22,7 +22,7 @@ from told_disk import DEADLINE_S, PAGE, PAGE_BYTES, ToldDisk, controller_of, poo
 
 from kit.waiting import eventually
 from sglang_tiered.integration.storage.controller import TieredController
-from sglang_tiered.integration.storage.load_worker import NUM_PARTS, LoadOperation
+from sglang_tiered.integration.storage.workers import NUM_PARTS, LoadOperation
 from sglang_tiered.storage.base import Job, JobKind, Reason
 
 

@@ -27,8 +27,8 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_tiered.errors import ConfigError
-from sglang_tiered.integration.cpu import host_copies
-from sglang_tiered.integration.cpu.memory import HOST_MEMORY_RESERVE_BYTES
+from sglang_tiered.integration.platforms import host_copies
+from sglang_tiered.integration.platforms.memory import HOST_MEMORY_RESERVE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

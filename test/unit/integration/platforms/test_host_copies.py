@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_tiered.integration.cpu import host_copies
+from sglang_tiered.integration.platforms import host_copies
 
 PAGE, LAYERS, NUM_PAGES = 4, 3, 24
 

@@ -15,8 +15,8 @@ import torch
 from kit.commands import ran
 from sglang_tiered.errors import ConfigError
 from sglang_tiered.integration import plugin
-from sglang_tiered.integration.cuda_native import platform
-from sglang_tiered.integration.cuda_native.platform import NativeCudaPlatform
+from sglang_tiered.integration.platforms import cuda_native
+from sglang_tiered.integration.platforms.cuda_native import NativeCudaPlatform
 
 FIND_SPEC = importlib.util.find_spec
 
@@ -32,7 +32,7 @@ def test_cuda_without_kernels_gets_the_native_platform(
         monkeypatch.setattr(module, "is_available", lambda: machine != "cpu")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.version, "hip", "6.4" if machine == "rocm" else None)
-    monkeypatch.setattr(platform, "_hidden", [])
+    monkeypatch.setattr(cuda_native, "_hidden", [])
 
     def find(name: str, package: str | None = None) -> Any:
         return (object() if kernels else None) if name == "sgl_kernel" else FIND_SPEC(name)
@@ -110,16 +110,16 @@ def test_sglang_imports_on_cuda_without_its_kernels() -> None:
         import sglang.srt.models.llama
         from sglang.kernels.ops.attention import extend_attention
         from sglang.srt.mem_cache.pool_host import mha
-        from sglang_tiered.integration.cpu import host_copies
+        from sglang_tiered.integration.platforms import host_copies
         assert mha.transfer_kv_direct is host_copies.transfer_kv_direct
         from sglang.kernels.fused_op import BaseFusedOp
         from sglang.srt.layers.layernorm import RMSNorm
         from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-        from sglang_tiered.integration.cuda_native import layers
+        from sglang_tiered.integration.platforms import cuda_layers
         registry = BaseFusedOp._oot_forward_registry[current_platform.get_dispatch_key_name()]
-        assert registry[RotaryEmbedding] is layers.rotary_embedding
+        assert registry[RotaryEmbedding] is cuda_layers.rotary_embedding
         norm = RMSNorm(8)
-        assert norm._resolve_forward_method().__func__ is layers.rms_norm
+        assert norm._resolve_forward_method().__func__ is cuda_layers.rms_norm
         assert extend_attention.CUDA_CAPABILITY == (9, 0)
         from sglang.srt.environ import envs
         assert envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get() == "python"

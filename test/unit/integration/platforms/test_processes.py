@@ -13,7 +13,7 @@ from kit.commands import ran
 _STARTS = """
 import atexit, json, multiprocessing, signal, sys, threading
 from multiprocessing import resource_tracker
-from sglang_tiered.integration.cpu import processes
+from sglang_tiered.integration.platforms import processes
 
 imported = []
 
@@ -71,7 +71,7 @@ def test_only_the_launcher_without_threads_forks(
 
 _KILLED = """
 import multiprocessing, os, signal
-from sglang_tiered.integration.cpu import processes
+from sglang_tiered.integration.platforms import processes
 
 launcher = os.getpid()
 
@@ -97,7 +97,7 @@ def test_fork_of_a_killed_launcher_ends() -> None:
 
 _INTERRUPTED = """
 import multiprocessing, os, signal
-from sglang_tiered.integration.cpu import processes
+from sglang_tiered.integration.platforms import processes
 
 def start():
     os.register_at_fork(before=lambda: signal.raise_signal(signal.SIGINT))

@@ -8,11 +8,11 @@ What is changed, and why:
 
 1. ``torch.version.cuda`` is None from the platform's activation, which SGLang does before it
    defines ``is_cuda``, until ``prepare``: ``is_cuda`` asks once and keeps its answer.
-2. ``transfer_kv_*direct*`` in four modules of ``pool_host``: our own (``cpu.host_copies``).
+2. ``transfer_kv_*direct*`` in four modules of ``pool_host``: our own (``host_copies``).
 3. ``_is_cuda`` and ``CUDA_CAPABILITY`` of SGLang's Triton attention for prefills, which only choose
    tiles by them: without them it would take those of the oldest devices.
-4. Norms and rotary embeddings, by SGLang's registry for platforms (``layers``): in plain PyTorch
-   they were most of a forward's launches, and the host could not keep up.
+4. Norms and rotary embeddings (``cuda_layers``), by SGLang's registry for platforms: in plain
+   PyTorch they were most of a forward's launches, and the host could not keep up.
 5. ``SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND`` is ``python`` unless it is set: the compiled tree is
    built against the insides of SGLang's own torch, and took int64 for uint8 beside torch 2.11.
 6. ``SGLANG_ENABLE_WAR_BARRIER`` is on unless it is set: the scheduler must not write what a forward
@@ -47,7 +47,7 @@ class NativeCudaPlatform(CudaDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Raises ``ConfigError`` for what needs kernels that are not there."""
-        from sglang_tiered.integration.cpu.platform import check_backends, copy_directly
+        from sglang_tiered.integration.platforms.cpu import check_backends, copy_directly
 
         if server_args.speculative_algorithm is not None:
             raise ConfigError(
@@ -68,7 +68,7 @@ class NativeCudaPlatform(CudaDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return "triton"
 
     def get_dispatch_key_name(self) -> str:
-        """SGLang takes what ``layers`` registered for it, and ``forward_native`` of the rest."""
+        """SGLang takes what ``cuda_layers`` registered, and ``forward_native`` of the rest."""
         return DISPATCH_KEY
 
     def get_group_coordinator_device(self, local_rank: int) -> torch.device:
@@ -87,8 +87,7 @@ def prepare() -> None:
     from sglang.srt.mem_cache.pool_host import base, dsa, mamba, mha, mla
     from sglang.srt.utils import is_cuda
 
-    from sglang_tiered.integration.cpu import host_copies
-    from sglang_tiered.integration.cuda_native import layers
+    from sglang_tiered.integration.platforms import cuda_layers, host_copies
 
     if is_cuda():  # a process that imported SGLang before it could see this platform
         raise ConfigError("SGLang was imported before the platform for CUDA without sgl_kernel.")
@@ -100,7 +99,7 @@ def prepare() -> None:
     for module in (mha, mla, mamba, dsa):
         for function in host_copies.FUNCTIONS:
             setattr(module, function.__name__, function)
-    layers.register(DISPATCH_KEY)
+    cuda_layers.register(DISPATCH_KEY)
     from sglang.kernels.ops.attention import extend_attention
 
     extend_attention._is_cuda = True  # noqa: SLF001

@@ -8,7 +8,7 @@ import pytest
 import torch
 from interpreted import interpreted
 
-from sglang_tiered.integration.cuda_native.layers import rms_norm, rotary_embedding
+from sglang_tiered.integration.platforms.cuda_layers import rms_norm, rotary_embedding
 
 
 def norm(**given: Any) -> Any:

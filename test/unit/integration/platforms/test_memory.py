@@ -16,9 +16,9 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.flags import GiB, MiB
 from sglang_tiered.integration import plugin
 from sglang_tiered.integration.cache import host_size
-from sglang_tiered.integration.cpu import memory
-from sglang_tiered.integration.cpu.memory import WorkingSet, device_pool_bytes
 from sglang_tiered.integration.identity.model import one_copy
+from sglang_tiered.integration.platforms import memory
+from sglang_tiered.integration.platforms.memory import WorkingSet, device_pool_bytes
 
 HOST_FRACTION = 0.8 * 0.95
 """What SGLang's ``auto_size_hicache`` takes of the memory that is left, at the most."""

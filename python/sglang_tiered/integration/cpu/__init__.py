@@ -1,3 +1,0 @@
-"""SGLang on a CPU: platform, host copies, operators that have no CPU version."""
-
-from __future__ import annotations
