@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,16 +22,32 @@ from small_cache import DIM, HEADS, LAYERS, PAGE, keys_of, make_cache
 if TYPE_CHECKING:
     import torch
 
-FAULTS: dict[str, tuple[Callable[[World], None], set[str]]] = {}
-"""Each with the violations that it must lead to, and no others."""
+FAULTS: dict[str, tuple[str, set[str]]] = {}
+"""Steps of a ``World``, each with the violations that they must lead to, and no others."""
 
-
-def noticed_as(*violations: str) -> Callable[[Callable[[World], None]], Callable[[World], None]]:
-    def register(plant: Callable[[World], None]) -> Callable[[World], None]:
-        FAULTS[plant.__name__] = plant, set(violations)
-        return plant
-
-    return register
+for _line in """\
+store of a node whose copy is queued | computes copies stores | store-before-copy-is-done store-of-poison
+store of a page of which a row was never written | computes copies waits spoils stores | store-of-poison
+page written while it is stored | computes copies waits writes_meanwhile stores | host-page-changed-during-store
+load from disk into a page that was freed | computes copies waits stores frees_host loads | load-into-free-host-page
+load back of a node whose copy is queued | computes copies loads_back | h2d-before-copy-is-done
+load back of a page that was freed | computes copies waits frees_host loads_back | h2d-of-free-host-page
+host page freed under its copy | computes copies frees_host | host-free-while-written
+host page freed under its load back | computes copies waits loads_back frees_host | host-free-while-read
+flush under a copy | computes copies flushes | host-clear-in-flight
+host page written after it was freed | computes copies waits frees_host writes_host fills_host | host-page-written-after-free
+two copies into one host page | computes copies copies_again | d2h-into-host-page-in-use
+slots that are no page | computes misaligns copies | unaligned-page copy-failed
+copy without a fence behind its forward | unfences computes copies awaits_copy holds_poison | d2h-not-ordered-after-writer
+load back without a fence into slots that a forward writes | computes=1 copies waits unfences computes=0 frees loads_back | h2d-into-slots-in-use
+load back without a fence into slots that a forward reads | computes=-1 copies waits unfences reads frees loads_back | h2d-into-slots-in-use
+forward into slots that are copied | computes copies forwards | forward-into-slots-in-use
+forward that does not wait for its load | computes=1 copies waits loads_back reads | forward-read-before-load
+device pages freed before their copy | computes waits copies frees waits holds_poison | device-free-while-copied
+device pages freed before their load | computes copies waits loads_back frees | device-free-while-loaded
+""".splitlines():  # noqa: E501
+    _name, _steps, _violations = _line.split(" | ")
+    FAULTS[_name] = _steps, set(_violations.split())
 
 
 class World:
@@ -62,6 +78,8 @@ class World:
         self._forward = lambda batch: forward(runner, batch)
         self.pages: Any = pages_of(self.host)
         self.seen: list[torch.Tensor] = []
+        self.slots: Any = None  # of pages on the device
+        self.host_slots: Any = None
         self.keys = keys_of(list(range(2 * PAGE)))
 
     def forward(self, writes: torch.Tensor, reads: Any = None, consumer: int = -1) -> None:
@@ -94,194 +112,107 @@ class World:
             for buffer in (self.pool.k_buffer[layer], self.pool.v_buffer[layer]):
                 buffer[batch.out_cache_loc] = torch.randn(len(batch.out_cache_loc), HEADS, DIM)
 
-    def computed(self, num_pages: int = 2) -> torch.Tensor:
-        """Slots of pages that a forward has written."""
-        slots: torch.Tensor = self.allocator.alloc(num_pages * PAGE)
-        self.forward(slots)
-        return slots
+    # ---- Steps ----
 
-    def backed_up(self, num_pages: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computed pages whose host copy is done: slots on the device and in host memory."""
-        slots = self.computed(num_pages)
-        host = self.controller.write(slots)
+    def run(self, steps: str) -> None:
+        for step in steps.split():
+            name, _, number = step.partition("=")
+            getattr(self, name)(*map(int, filter(None, [number])))
+
+    def computes(self, num_pages: int = 2) -> None:
+        """A forward writes pages; for 0 all that are free, or all but so many."""
+        if num_pages <= 0:
+            num_pages += self.allocator.available_size() // PAGE
+        self.slots = self.allocator.alloc(num_pages * PAGE)
+        self.forward(self.slots)
+
+    def misaligns(self) -> None:
+        self.slots = self.slots[PAGE // 2 : -PAGE // 2]
+
+    def forwards(self) -> None:
+        self.forward(self.slots)
+
+    def reads(self) -> None:
+        """A forward reads the slots, and does not wait for their load."""
+        self.forward(self.allocator.alloc(PAGE), self.slots)
+
+    def frees(self) -> None:
+        self.allocator.free(self.slots)
+
+    def copies(self) -> None:
+        self.host_slots = self.controller.write(self.slots)
+
+    def copies_again(self) -> None:
+        from sglang.srt.managers.cache_controller import CacheOperation
+
+        self.controller.write_queue.append(CacheOperation(self.host_slots, self.slots, -1))
+        self.controller.start_writing()
+
+    def unfences(self) -> None:
+        self.controller.load_fence_stream = self.controller.write_fence_stream = None
+
+    def waits(self) -> None:
         self.bed.device.synchronize()
-        return slots, host
 
-    def load_back(self, host: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Begin a load back: slots, and who may wait for it."""
-        slots: torch.Tensor = self.controller.load(host)
-        return slots, self.controller.start_loading()
+    def awaits_copy(self) -> None:
+        self.controller.ack_write_queue[-1].finish_event.synchronize()
 
-    def store(self, host: torch.Tensor) -> list[bool]:
-        return store_pages(self.storage, self.keys, host)
+    def loads_back(self) -> None:
+        self.slots = self.controller.load(self.host_slots)
+        self.consumer = self.controller.start_loading()
 
-    def is_poison(self, host: torch.Tensor) -> bool:
-        return bool(self.pages.holds_poison(int(host[0]) // PAGE))
+    def stores(self) -> None:
+        self.stored = store_pages(self.storage, self.keys, self.host_slots)
 
-    def write_host(self, host: torch.Tensor) -> None:
+    def loads(self) -> None:
+        assert load_pages(self.storage, self.keys, self.host_slots) == [True, True]
+
+    def writes_meanwhile(self) -> None:
+        """Somebody writes to what is stored next."""
+        finish = self.storage.end_store
+        self.storage.end_store = lambda begun: (self.writes_host(), finish(begun))[1]
+
+    def frees_host(self) -> None:
+        self.host.free(self.host_slots)
+
+    def flushes(self) -> None:
+        self.host.clear()
+
+    def fills_host(self) -> None:
+        self.host.alloc(self.host.available_size())
+
+    @property
+    def page(self) -> int:
+        return int(self.host_slots[0]) // PAGE
+
+    def writes_host(self) -> None:
         """Somebody's late write."""
-        self.pages.views(int(host[0]) // PAGE)[0][77] += 1
+        self.pages.views(self.page)[0][77] += 1
+
+    def spoils(self) -> None:
+        self.pages.views(self.page)[1][DIM * 8 : DIM * 9] = 0x4240C240
+
+    def holds_poison(self) -> None:
+        """The forward is under way, or the pages were free by then."""
+        assert self.pages.holds_poison(self.page)
+
+    def all_in_order(self) -> None:
+        import torch
+
+        self.run("computes waits")
+        before = self.pool.k_buffer[3][self.slots].clone()
+        self.run("copies waits stores frees frees_host")
+        assert self.stored == [True, True]
+        self.host_slots = self.host.alloc(2 * PAGE)
+        self.run("loads loads_back")
+        assert not torch.equal(self.pool.k_buffer[3][self.slots], before), "it was not awaited"
+        self.forward(new := self.allocator.alloc(PAGE), self.slots, self.consumer)
+        assert torch.equal(self.seen[3], before)
+        self.run("waits frees_host frees")
+        self.allocator.free(new)
 
 
-@noticed_as()
-def everything_in_order(world: World) -> None:
-    import torch
-
-    slots = world.computed()
-    world.bed.device.synchronize()
-    before = world.pool.k_buffer[3][slots].clone()
-    host = world.controller.write(slots)
-    world.bed.device.synchronize()
-    assert world.store(host) == [True, True]
-    world.allocator.free(slots)
-    world.host.free(host)
-    host = world.host.alloc(2 * PAGE)
-    assert load_pages(world.storage, world.keys, host) == [True, True]
-    slots, consumer = world.load_back(host)
-    assert not torch.equal(world.pool.k_buffer[3][slots], before), "it was not awaited"
-    new = world.allocator.alloc(PAGE)
-    world.forward(new, slots, consumer)
-    assert torch.equal(world.seen[3], before)
-    world.bed.device.synchronize()
-    world.host.free(host)
-    world.allocator.free(torch.cat([slots, new]))
-
-
-@noticed_as("store-before-copy-is-done", "store-of-poison")
-def store_of_a_node_whose_copy_is_queued(world: World) -> None:
-    world.store(world.controller.write(world.computed()))
-
-
-@noticed_as("store-of-poison")
-def store_of_a_page_of_which_a_row_was_never_written(world: World) -> None:
-    _, host = world.backed_up()
-    world.pages.views(int(host[0]) // PAGE)[1][DIM * 8 : DIM * 9] = 0x4240C240
-    world.store(host)
-
-
-@noticed_as("host-page-changed-during-store")
-def page_written_while_it_is_stored(world: World) -> None:
-    _, host = world.backed_up()
-    finish = world.storage.end_store
-    world.storage.end_store = lambda begun: (world.write_host(host), finish(begun))[1]
-    world.store(host)
-
-
-@noticed_as("load-into-free-host-page")
-def load_from_disk_into_a_page_that_was_freed(world: World) -> None:
-    _, host = world.backed_up()
-    world.store(host)
-    world.host.free(host)
-    assert load_pages(world.storage, world.keys, host) == [True, True]
-
-
-@noticed_as("h2d-before-copy-is-done")
-def load_back_of_a_node_whose_copy_is_queued(world: World) -> None:
-    world.load_back(world.controller.write(world.computed()))
-
-
-@noticed_as("h2d-of-free-host-page")
-def load_back_of_a_page_that_was_freed(world: World) -> None:
-    _, host = world.backed_up()
-    world.host.free(host)
-    world.load_back(host)
-
-
-@noticed_as("host-free-while-written")
-def host_page_freed_under_its_copy(world: World) -> None:
-    world.host.free(world.controller.write(world.computed()))
-
-
-@noticed_as("host-free-while-read")
-def host_page_freed_under_its_load_back(world: World) -> None:
-    _, host = world.backed_up()
-    world.load_back(host)
-    world.host.free(host)
-
-
-@noticed_as("host-clear-in-flight")
-def flush_under_a_copy(world: World) -> None:
-    world.controller.write(world.computed())
-    world.host.clear()
-
-
-@noticed_as("host-page-written-after-free")
-def host_page_written_after_it_was_freed(world: World) -> None:
-    _, host = world.backed_up()
-    world.host.free(host)
-    world.write_host(host)
-    world.host.alloc(world.host.available_size())
-
-
-@noticed_as("d2h-into-host-page-in-use")
-def two_copies_into_one_host_page(world: World) -> None:
-    from sglang.srt.managers.cache_controller import CacheOperation
-
-    slots = world.computed()
-    host = world.controller.write(slots)
-    world.controller.write_queue.append(CacheOperation(host, slots, -1))
-    world.controller.start_writing()
-
-
-@noticed_as("unaligned-page", "copy-failed")
-def slots_that_are_no_page(world: World) -> None:
-    world.controller.write(world.computed()[PAGE // 2 : -PAGE // 2])
-
-
-@noticed_as("d2h-not-ordered-after-writer")
-def copy_without_a_fence_behind_its_forward(world: World) -> None:
-    world.controller.write_fence_stream = None
-    host = world.controller.write(world.computed())
-    world.controller.ack_write_queue[-1].finish_event.synchronize()
-    assert world.is_poison(host), "the forward is under way"
-
-
-@noticed_as("h2d-into-slots-in-use")
-def load_back_without_a_fence_into_slots_that_a_forward_writes(world: World) -> None:
-    _, host = world.backed_up(1)
-    world.controller.load_fence_stream = None
-    world.allocator.free(world.computed(world.allocator.available_size() // PAGE))
-    world.load_back(host)
-
-
-@noticed_as("h2d-into-slots-in-use")
-def load_back_without_a_fence_into_slots_that_a_forward_reads(world: World) -> None:
-    slots, host = world.backed_up(world.allocator.available_size() // PAGE - 1)
-    world.controller.load_fence_stream = None
-    world.forward(world.allocator.alloc(PAGE), slots)
-    world.allocator.free(slots)
-    world.load_back(host)
-
-
-@noticed_as("forward-into-slots-in-use")
-def forward_into_slots_that_are_copied(world: World) -> None:
-    slots = world.computed()
-    world.controller.write(slots)
-    world.forward(slots)
-
-
-@noticed_as("forward-read-before-load")
-def forward_that_does_not_wait_for_its_load(world: World) -> None:
-    _, host = world.backed_up(1)
-    slots, _ = world.load_back(host)
-    world.forward(world.allocator.alloc(PAGE), slots, consumer=-1)
-
-
-@noticed_as("device-free-while-copied")
-def device_pages_freed_before_their_copy(world: World) -> None:
-    slots = world.computed()
-    world.bed.device.synchronize()
-    host = world.controller.write(slots)
-    world.allocator.free(slots)
-    world.bed.device.synchronize()
-    assert world.is_poison(host)
-
-
-@noticed_as("device-free-while-loaded")
-def device_pages_freed_before_their_load(world: World) -> None:
-    _, host = world.backed_up()
-    slots, _ = world.load_back(host)
-    world.allocator.free(slots)
+FAULTS["nothing"] = "all_in_order", set()
 
 
 def main(names: Iterable[str]) -> None:
@@ -294,7 +225,7 @@ def main(names: Iterable[str]) -> None:
     for name in names:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # may be written
             try:
-                FAULTS[name][0](World(folder))
+                World(folder).run(FAULTS[name][0])
                 BED.device.synchronize()
             except Exception:
                 BED.report.violation(traceback.format_exc())
