@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -48,30 +49,32 @@ def seeded() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("window", [-1, 20], ids=["full", "window"])
-def test_every_step_of_a_batch_equals_torch_native(dtype: torch.dtype, window: int) -> None:
-    world = World(mha_pool(dtype))
-    layer = radix_layer(sliding_window_size=window)
+def equals_native(
+    world: World,
+    layer: RadixAttention,
+    steps: list[tuple[ForwardMode, list[int]]],
+    tensors_of: Callable[[int], tuple[torch.Tensor, ...]] = qkv,
+    tolerance: float = 2e-6,
+) -> None:
     native, ours = TorchNativeAttnBackend(world.runner), ReferenceAttnBackend(world.runner)
-    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
-    for mode, steps in STEPS:
-        batch = world.forward_batch(mode, steps)
-        tensors = qkv(sum(steps), dtype)
+    for mode, lengths in steps:
+        batch, tensors = world.forward_batch(mode, lengths), tensors_of(sum(lengths))
         actual = run(ours, batch, layer, *tensors)
         expected = run(native, batch, layer, *tensors)
         assert not actual.isnan().any()
-        assert actual.shape == expected.shape
         torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [-1, 20], ids=["full", "window"])
+def test_every_step_of_a_batch_equals_torch_native(dtype: torch.dtype, window: int) -> None:
+    layer = radix_layer(sliding_window_size=window)
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    equals_native(World(mha_pool(dtype)), layer, STEPS, partial(qkv, dtype=dtype), tolerance)
+
+
 def test_an_fp8_pool_equals_torch_native() -> None:
-    world, layer = World(mha_pool(torch.float8_e4m3fn)), radix_layer()
-    native, ours = TorchNativeAttnBackend(world.runner), ReferenceAttnBackend(world.runner)
-    for mode, steps in STEPS[:3]:
-        batch, tensors = world.forward_batch(mode, steps), qkv(sum(steps))
-        actual = run(ours, batch, layer, *tensors)
-        torch.testing.assert_close(actual, run(native, batch, layer, *tensors))
+    equals_native(World(mha_pool(torch.float8_e4m3fn)), radix_layer(), STEPS[:3])
 
 
 def test_layer_without_own_keys_does_not_write() -> None:
@@ -124,21 +127,15 @@ def test_sliding_layers_read_their_pool_at_translated_slots() -> None:
 
 def test_absorbed_mla_reads_values_from_latent_keys() -> None:
     rank, rope = 32, 8
-    world = World(mla_pool(rank, rope))
     layer = RadixAttention(HEADS, rank + rope, 0.2, 1, 0, v_head_dim=rank)
-    native, ours = TorchNativeAttnBackend(world.runner), ReferenceAttnBackend(world.runner)
+
+    def tensors_of(tokens: int) -> tuple[torch.Tensor, ...]:
+        """``forward_mla`` passes the query in three dimensions and the latent's head as value."""
+        latent = torch.randn(tokens, 1, rank + rope)
+        return torch.randn(tokens, HEADS, rank + rope), latent, latent[..., :rank]
+
     with get_parallel().override(dcp_enabled=False):
-        for mode, steps in STEPS:
-            batch = world.forward_batch(mode, steps)
-            tokens = sum(steps)
-            latent = torch.randn(tokens, 1, rank + rope)
-            # forward_mla passes the query in three dimensions and the latent's head as the value.
-            tensors = torch.randn(tokens, HEADS, rank + rope), latent, latent[..., :rank]
-            actual = run(ours, batch, layer, *tensors)
-            assert actual.shape == (tokens, HEADS * rank)
-            torch.testing.assert_close(
-                actual, run(native, batch, layer, *tensors), atol=2e-6, rtol=2e-6
-            )
+        equals_native(World(mla_pool(rank, rope)), layer, STEPS, tensors_of)
 
 
 def test_cross_and_self_attention_read_separate_slots() -> None:
@@ -164,13 +161,8 @@ def test_cross_and_self_attention_read_separate_slots() -> None:
 
 
 def test_an_encoder_only_layer_sees_later_tokens() -> None:
-    world = World(mha_pool())
     layer = radix_layer(attn_type=AttentionType.ENCODER_ONLY)
-    batch = world.forward_batch(ForwardMode.EXTEND, [30, 1, 7])
-    tensors = qkv(38)
-    expected = run(TorchNativeAttnBackend(world.runner), batch, layer, *tensors)
-    actual = run(ReferenceAttnBackend(world.runner), batch, layer, *tensors)
-    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-6)
+    equals_native(World(mha_pool()), layer, [(ForwardMode.EXTEND, [30, 1, 7])])
 
 
 def test_unsupported_attention_is_refused() -> None:

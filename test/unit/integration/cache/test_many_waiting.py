@@ -112,20 +112,12 @@ def test_late_load_behind_others_is_given_up(
     assert ended == [last]
 
 
-def test_aborted_load_gives_its_room_back(world: CacheWorld, disk: threading.Event) -> None:
-    requests, loads = ask_all(world), world.cache.tiering.loads
-    assert loads.num_tokens() == NUM_LOADS * PAGE
-    for request in requests:
-        world.cache.release_aborted_request(request)
-    disk.set()
-    world.until(lambda: not world.cache.has_loads_under_way and loads.num_tokens() == 0)
-
-
 def test_memory_that_is_read_into_is_not_free(world: CacheWorld, disk: threading.Event) -> None:
     """Aborted in the queue: no other load may get host pages before their reads have ended."""
     host = world.cache.cache_controller.mem_pool_host
     before = host.available_size()
-    requests = ask_all(world)
+    requests, loads = ask_all(world), world.cache.tiering.loads
+    assert loads.num_tokens() == NUM_LOADS * PAGE
     nvme = world.cache.storage.stack.nvme
     world.until(lambda: nvme.stats().num_inflight_jobs > 1)
     for request in requests:
@@ -135,7 +127,7 @@ def test_memory_that_is_read_into_is_not_free(world: CacheWorld, disk: threading
         assert host.available_size() <= before - nvme.stats().num_inflight_jobs * PAGE
     assert world.cache.has_loads_under_way
     disk.set()
-    world.until(lambda: host.available_size() == before)
+    world.until(lambda: host.available_size() == before and loads.num_tokens() == 0)
     assert not world.cache.has_loads_under_way
 
 

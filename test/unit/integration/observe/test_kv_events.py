@@ -28,11 +28,7 @@ class EmptyCore:
 
 @pytest.fixture
 def events() -> TierEvents:
-    params: Any = SimpleNamespace(
-        page_size=4, dynamo_kv_event_format=False, kv_event_lora_names=None
-    )
-    core: Any = EmptyCore()
-    return TierEvents(core, {StorageMedium.DISK: lambda keys: [True] * len(keys)}, params)
+    return Router(EmptyCore(), 1000).events
 
 
 def test_node_that_was_evicted_ends_the_scheduler(events: TierEvents) -> None:

@@ -1,18 +1,22 @@
-"""A batch's time is its own: not its queue's, not the batch before's, not a copy's."""
+"""A batch's time is its own: not its queue's, not the batch before's, not a copy's. And what is
+expected of one before any was timed."""
 
 from __future__ import annotations
 
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_tiered.integration.cache.prefill_times import PrefillClock
+from sglang_tiered.integration.cache.prefill_times import PrefillClock, probe_prefill
 from sglang_tiered.integration.cache.radix_cache import TieredRadixCache
 from sglang_tiered.integration.observe.stories import Stories
+from sglang_tiered.policy.cost_model import PRIOR_PREFILL
 from sglang_tiered.policy.queue_wait import PrefillWork
 
 
@@ -134,3 +138,10 @@ def test_only_prefills_count_as_prefill_work(device: str) -> None:
         machine.process(batch, machine.now + 0.5)
         assert not work.is_running
     assert machine.tree_cache.begun == [SPANS, SPANS]
+
+
+def test_without_weights_the_built_in_prior_stands(tmp_path: Path) -> None:
+    machine: Any = {"dtype": torch.float32, "device": "cpu", "num_ranks": 1, "token_bytes": 1}
+    for path in (tmp_path, tmp_path / "no-such-model"):
+        cost = probe_prefill(str(path), None, **machine)
+        assert cost.num_observed == 0 and cost.prices[:3] == PRIOR_PREFILL
