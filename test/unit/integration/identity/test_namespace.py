@@ -53,13 +53,6 @@ def test_other_geometry_is_another_namespace(name: str) -> None:
     assert namespace.spell_out(IDENTITY, beside, {}) != spelled()
 
 
-@pytest.mark.parametrize(
-    "change", [{"model": "abd"}, {"weight_version": "v2"}, {"tp": [1, 2]}, {"tp": [0, 1]}]
-)
-def test_other_identity_is_another_namespace(change: dict[str, Any]) -> None:
-    assert spelled({**IDENTITY, **change}) != spelled()
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     root = tmp_path / "model"
