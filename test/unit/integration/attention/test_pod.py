@@ -33,7 +33,7 @@ with warnings.catch_warnings():
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
     from sglang_tiered.integration.attention import pod_flags, pod_flashinfer
-    from sglang_tiered.integration.attention.pod import PodStatistics, has_decode_rows, why_not
+    from sglang_tiered.integration.attention.pod import PodStatistics, why_not
     from sglang_tiered.integration.attention.reference import (
         ReferenceAttnBackend,
         ReferencePodAttnBackend,
@@ -69,24 +69,6 @@ def runner(world: World, page_size: int = 1) -> Any:
 
 def both(world: World) -> tuple[ReferencePodAttnBackend, ReferenceAttnBackend]:
     return ReferencePodAttnBackend(runner(world)), ReferenceAttnBackend(world.runner)
-
-
-@pytest.mark.parametrize(
-    ("extend", "prefix", "taken"),
-    [
-        ([61, 1, 1, 1], [122, 22, 22, 23], True),  # a chunk of a prompt and three decoding
-        ([19, 19, 1], [0, 0, 1499], True),  # a prompt that the radix tree holds but for one token
-        ([19, 19, 1], [0, 0, 0], False),  # a prompt of one token has nothing to decode from
-        ([64, 12], [0, 64], False),
-        ([], [], False),
-        (None, [3], False),
-        ([3], None, False),
-    ],
-)
-def test_lengths_alone_identify_decode_rows(
-    extend: list[int] | None, prefix: list[int] | None, taken: bool
-) -> None:
-    assert has_decode_rows(extend, prefix) is taken
 
 
 @pytest.mark.parametrize(
