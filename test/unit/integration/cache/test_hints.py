@@ -20,7 +20,6 @@ from sglang_tiered.integration.admin.calls import Calls
 from sglang_tiered.integration.admin.control import Control
 from sglang_tiered.integration.admin.conversations import prefetch
 from sglang_tiered.integration.cache import hints as module
-from sglang_tiered.integration.cache import quiescing
 from sglang_tiered.integration.cache.hints import LIFE_S, HintEnd, Hints, piece_length
 from sglang_tiered.integration.cache.load_scheduler import DECLINED, told_end
 from sglang_tiered.integration.cache.loads import RequestLoad, Turns
@@ -158,19 +157,6 @@ def test_busy_server_drops_a_hint_at_its_end(
     assert hinting.wait() == DONE
 
 
-def test_memory_that_others_need_withdraws_a_hint(
-    hinting: HintWorld, hold: Callable[[], None]
-) -> None:
-    hinting.begin()
-    hinting.cache.evict_host(hinting.world.num_host_tokens)
-    hinting.cache.check_hicache_events()
-    assert hinting.poll() == {"error": module.NO_MEMORY, "status": 503}
-    hold()
-    hinting.world.until(lambda: not hinting.cache.has_loads_under_way)
-    assert hinting.is_at_rest()
-    assert hinting.num_in_host(LONG) == 0
-
-
 def test_hints_together_are_bounded(hinting: HintWorld) -> None:
     hinting.hints._queue.capacity = len(LONG)
     assert not hinting.hint(LONG)["done"]
@@ -215,6 +201,12 @@ def forget(hinting: HintWorld) -> None:
             module.WEIGHTS,
             id="weights",
         ),
+        pytest.param(
+            lambda hinting: hinting.cache.evict_host(hinting.world.num_host_tokens),
+            True,
+            module.NO_MEMORY,
+            id="others need its memory",
+        ),
     ],
 )
 def test_what_takes_its_pages_ends_a_hint(
@@ -228,9 +220,10 @@ def test_what_takes_its_pages_ends_a_hint(
     if not is_held:
         hold()
     take(hinting)
+    hinting.steps(1)
+    assert hinting.poll() == {"error": why, "status": 503}
     hold()
     hinting.world.until(lambda: not hinting.cache.has_loads_under_way)
-    assert hinting.poll() == {"error": why, "status": 503}
     assert hinting.is_at_rest()
     assert hinting.num_in_host(LONG) == 0
 
@@ -259,18 +252,6 @@ def test_hint_under_way_refuses_no_flush(
     control.rest()
     assert cache.has_loads_under_way == others_run, "where a flush fails anyway nothing waits"
     assert hinting.poll() == {"error": module.EMPTIED, "status": 503}
-
-
-def test_hung_tier_holds_no_flush_up(
-    hinting: HintWorld, hold: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = hinting.cache
-    hinting.hint(LONG)
-    cache.check_hicache_events()
-    hinting.hints.end_all(module.EMPTIED)
-    monkeypatch.setattr(quiescing, "REST_S", 0.0)
-    quiescing.wait_for_loads(cache)
-    assert cache.has_loads_under_way
 
 
 def test_tenants_hint_touches_no_other(hinting: HintWorld) -> None:

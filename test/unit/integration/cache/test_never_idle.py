@@ -120,15 +120,6 @@ def busy(request: pytest.FixtureRequest, open_world: Callable[..., CacheWorld]) 
     return BusyServer(open_world(**({kind: True} if kind else {})))
 
 
-def test_hidden_memory_comes_back_from_tiers(busy: BusyServer) -> None:
-    """Forgotten pages, or a forget elsewhere with several ranks: tiers keep theirs."""
-    tokens = prompt(1, PAGES)
-    busy.store(tokens)
-    hide_memory(busy.scheduler)
-    assert busy.num_found(tokens) == 0
-    assert busy.loads(tokens) > 0
-
-
 def test_names_of_pages_stay_bounded(busy: BusyServer) -> None:
     core = busy.cache.tree_core
     if not hasattr(core, "max_names"):
