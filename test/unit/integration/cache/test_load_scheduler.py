@@ -193,6 +193,8 @@ def test_request_without_its_window_waits_not_for_ever(
     assert not windowed.cache._prefetch_deadline_expired(operation)
     now[0] += 2 * len(RETURNING)  # computing takes a second per token
     assert windowed.cache._prefetch_deadline_expired(operation)
+    planner = windowed.cache.tiering.planner
+    assert planner.tokens[LoadDecision.GAVE_UP] == len(RETURNING)
 
 
 def test_constant_deadline_ends_no_load_that_pays(
@@ -236,13 +238,9 @@ def test_loaded_prefix_stays_until_its_request_is_admitted(world: CacheWorld, lo
     assert world.cache.tiering.loads.num_tokens() == 0
 
 
-@pytest.mark.parametrize("end", ["abort", "reset"])
-def test_unadmitted_request_leaves_nothing_locked(world: CacheWorld, loaded: Any, end: str) -> None:
+def test_flush_leaves_nothing_loaded_locked(world: CacheWorld, loaded: Any) -> None:
     assert host_hit(world) == len(RETURNING)
-    if end == "abort":
-        world.cache.release_aborted_request(loaded)
-    else:
-        world.cache.reset()
+    world.cache.reset()
     assert host_hit(world) == 0 and world.cache.tiering.loads.num_tokens() == 0
     assert not world.cache.tiering.loads.unlock_last_loaded()
 
