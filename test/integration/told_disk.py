@@ -13,25 +13,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
-from sglang_tiered.integration.storage.backend import TieredStorage
+from sglang_tiered.integration.storage.backend import BegunStore, TieredStorage
+from sglang_tiered.integration.storage.workers import MIN_PART_BYTES
 from sglang_tiered.storage.base import Job, JobKind, Reason, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 PAGE, PAGE_BYTES = 4, 1 << 20
+PART = MIN_PART_BYTES // PAGE_BYTES
 DEADLINE_S = 30.0
 
 
-class ToldDisk(TieredStorage):
-    """Its pages go by numbers, which say what slots they have."""
+class Disk(TieredStorage):
+    """Of stores, or of loads in parts of ``part_pages``. Its pages go by numbers, which say what
+    slots they have."""
 
-    kind: JobKind
-    failure: Reason  # of the pages that fail
+    part_bytes: Any = None  # no property here
 
-    def __init__(self) -> None:
+    def __init__(self, kind: JobKind, part_pages: float = PART) -> None:
+        self.kind = kind
+        self.failure = Reason.IO_ERROR if kind is JobKind.STORE else Reason.MISS
+        self.part_bytes = part_pages * PAGE_BYTES
         self.asked: list[tuple[str, ...]] = []  # pages of each job, in the order of begins
         self.jobs: list[Job] = []
         self._to_finish: deque[Job] = deque()  # who takes one out finishes it: two threads do
@@ -39,6 +44,14 @@ class ToldDisk(TieredStorage):
         self.refused: str | None = None  # a page of which no job can begin
         self.bytes_of_page = PAGE_BYTES
         self.is_open = False
+        self.told: list[Any] = []  # parts of KV, in the order of ends
+        self.dropped: set[str] = set()  # not admitted, and what follows
+        self._gate: Any = SimpleNamespace(
+            queue_store=lambda *given, **named: given, store_ended=lambda store: None
+        )
+        self.noted: dict[str, int] = {}  # the first slots of pages that were loaded
+        self.begins: Callable[[], object] = lambda: None
+        self.meter_of = lambda handle: None
 
     def page_bytes(self, pool: PoolName = PoolName.KV) -> int:
         return self.bytes_of_page
@@ -81,6 +94,60 @@ class ToldDisk(TieredStorage):
     def num_under_way(self) -> int:
         return sum(not job.done for job in list(self.jobs))
 
+    def begin_store(
+        self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor, store: Any
+    ) -> BegunStore:
+        self.check(pool, hashes, host_indices)
+        num_pages = len(hashes)
+        hashes = hashes[: next((i for i, h in enumerate(hashes) if h in self.dropped), None)]
+        job = self.begin(pool, hashes)
+        return BegunStore(job, host_indices, num_pages, len(hashes), None, pool == PoolName.KV)
+
+    def end_store(self, begun: BegunStore) -> list[bool]:
+        self.told.append(begun)
+        stored = []
+        if begun.job is not None:
+            assert begun.job.wait(DEADLINE_S)
+            stored = begun.job.ok
+        return stored + [False] * (begun.num_pages - begun.num_admitted)
+
+    def begin_load(
+        self, pool: PoolName, hashes: Sequence[str], host_indices: torch.Tensor, **_: Any
+    ) -> Any:
+        self.begins()
+        self.check(pool, hashes, host_indices)
+        return self.begin(pool, hashes)
+
+    def note_loaded(self, job: Job, host_indices: torch.Tensor) -> None:
+        self.told.append(job)
+        assert len(host_indices) == job.run.num_pages * PAGE
+        for key, is_ok, first in zip(job.run.keys, job.ok, host_indices[::PAGE], strict=True):
+            if is_ok:
+                self.noted[key.decode().split()[1]] = int(first)
+
+    # What SGLang's own controller asks for.
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, *_: Any) -> list[bool]:
+        return self.end_store(self.begin_store(PoolName.KV, keys, host_indices, None))
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {
+            each.name: self.end_store(self.begin_store(each.name, each.keys, each.host_indices, 0))
+            for each in transfers
+        }
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, *_: Any) -> list[bool]:
+        return self._get(PoolName.KV, keys, host_indices)
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {each.name: self._get(each.name, each.keys, each.host_indices) for each in transfers}
+
+    def _get(self, pool: Any, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
+        job = self.begin_load(pool, keys, host_indices)
+        assert job.wait(DEADLINE_S)
+        ok: list[bool] = job.ok
+        return ok
+
 
 def pools_of(names: Sequence[str], keys: Sequence[str], slots: torch.Tensor) -> list[PoolTransfer]:
     """A draft model's pages, a window's last two, the state behind the last."""
@@ -93,7 +160,7 @@ def pools_of(names: Sequence[str], keys: Sequence[str], slots: torch.Tensor) -> 
     return [transfers[name] for name in names]
 
 
-def controller_of(kind: type[HybridCacheController], disk: ToldDisk, **more: Any) -> Any:
+def controller_of(kind: type[HybridCacheController], disk: Disk, **more: Any) -> Any:
     """``more``: what its thread has beside what all have."""
     controller: Any = kind.__new__(kind)
     controller.__dict__.update(

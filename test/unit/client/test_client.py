@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from typing import Any
@@ -14,11 +12,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
+from kit.clients import KINDS, call
 from kit.serving import Quiet, serving
 from sglang_tiered.client import (
-    AsyncTierClient,
     Checkpoint,
-    Conversation,
     ConversationPin,
     Forgotten,
     Pin,
@@ -27,34 +24,22 @@ from sglang_tiered.client import (
     RequestError,
     Residency,
     TenantUsage,
-    TierClient,
     Unpinned,
 )
 
-KINDS = ("sync", "async")
 DURABLE = {"tier": "nvme", "num_tokens": 640, "num_missing": 0}
 HELD = {"num_tokens": 700, "device": 640, "host": 640, "nvme": 640, "object": 0, "peer": 0}
 
 
-class RecordedServer(ThreadingHTTPServer):
+class Recorded(Quiet):
     """Answers what it is told to, in that order and the last for ever, and keeps what it was
     asked."""
 
-    daemon_threads = True
-    url = ""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.answers: list[tuple[int, Any]] = []
-        self.asked: list[tuple[str, str, dict[str, Any]]] = []
-        self.keys: list[str | None] = []
-        self.may_answer = threading.Event()
-        self.may_answer.set()
-
-
-class _Handler(Quiet):
     protocol_version = "HTTP/1.1"
-    server: RecordedServer
+    url: str
+    answers: list[tuple[int, Any]]
+    asked: list[tuple[str, str, dict[str, Any]]]
+    keys: list[str | None]
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
@@ -64,35 +49,20 @@ class _Handler(Quiet):
         self._answer(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
     def _answer(self, path: str, body: dict[str, Any]) -> None:
-        self.server.asked.append((self.command, path, body))
-        self.server.keys.append(self.headers["Authorization"])
-        self.server.may_answer.wait(20)
-        answers = self.server.answers
-        status, answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        self.asked.append((self.command, path, body))
+        self.keys.append(self.headers["Authorization"])
+        status, answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         self.answer(status, answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
 
+Server = type[Recorded]
+
+
 @pytest.fixture
-def server() -> Iterator[RecordedServer]:
-    made = RecordedServer()
-    with serving(made) as made.url:
+def server() -> Iterator[Server]:
+    made: Any = type("Handler", (Recorded,), {"asked": [], "keys": []})
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), made)) as made.url:
         yield made
-        made.may_answer.set()
-
-
-def call(
-    kind: str, url: str, name: str, /, *, of: dict[str, Any] | None = None, **body: Any
-) -> Any:
-    """The answer of one call, made by the sync or the async client with the settings ``of``."""
-    if kind == "sync":
-        with TierClient(url, **of or {}) as client:
-            return getattr(client, name)(**body)
-
-    async def run() -> Any:
-        async with AsyncTierClient(url, **of or {}) as client:
-            return await getattr(client, name)(**body)
-
-    return asyncio.run(run())
 
 
 ANNA = {**DURABLE, "name": "anna", "pinned_until": 1.5e9}
@@ -119,7 +89,7 @@ ASKED: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "body", "answer", "expected"), CALLS)
 def test_call_sends_and_reads_the_contract(
-    server: RecordedServer, kind: str, name: str, body: dict[str, Any], answer: Any, expected: Any
+    server: Server, kind: str, name: str, body: dict[str, Any], answer: Any, expected: Any
 ) -> None:
     server.answers = [(202 if name == "prefetch" else 200, answer)]
     assert call(kind, server.url, name, **body) == expected
@@ -135,22 +105,13 @@ def conversation(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_conversations_come_from_all_pages(server: RecordedServer, kind: str) -> None:
+def test_conversations_come_from_all_pages(server: Server, kind: str) -> None:
     pages = ((0, 1), "n+/"), ((2,), None)
     server.answers = [
         (200, {"conversations": [*map(conversation, numbers)], "next": following, **PIN_BYTES})
         for numbers, following in pages
     ]
-    if kind == "sync":
-        with TierClient(server.url) as client:
-            found = list(client.conversations(extra_key="acme"))
-    else:
-
-        async def run() -> list[Conversation]:
-            async with AsyncTierClient(server.url) as client:
-                return [one async for one in client.conversations(extra_key="acme")]
-
-        found = asyncio.run(run())
+    found = call(kind, server.url, "conversations", extra_key="acme")
     assert [one.id for one in found] == ["c0", "c1", "c2"]
     assert found[2].pins == (ConversationPin("anna", "nvme", 4096),)
     assert found[2].nvme == 640
@@ -173,7 +134,7 @@ def test_conversations_come_from_all_pages(server: RecordedServer, kind: str) ->
     ],
 )
 def test_refusal_is_told_in_one_sentence(
-    server: RecordedServer, kind: str, status: int, answer: Any, sentence: str
+    server: Server, kind: str, status: int, answer: Any, sentence: str
 ) -> None:
     server.answers = [(status, answer)]
     with pytest.raises(RequestError, match=sentence) as caught:
@@ -185,8 +146,29 @@ def test_refusal_is_told_in_one_sentence(
     assert len(server.asked) == 1
 
 
+NOWHERE = "http://127.0.0.1:9"
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_durable_call_asks_again_within_its_bound(server: RecordedServer, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("url", "of", "body", "sentence"),
+    [
+        ("127.0.0.1:9", {}, {"rid": "r"}, "is not the URL of a server; write http"),
+        (NOWHERE, {"api_key": "key\n"}, {"rid": "r"}, "api_key holds more than a key"),
+        (NOWHERE, {}, {"input_ids": 7}, "input_ids must be a sequence of token numbers"),
+        (NOWHERE, {}, {"text": "\ud800"}, "/tier/residency cannot be sent"),
+        (NOWHERE, {}, {"rid": "r"}, "127.0.0.1:9 cannot be reached"),
+    ],
+)
+def test_what_cannot_be_sent_is_one_sentence(
+    kind: str, url: str, of: dict[str, Any], body: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        call(kind, url, "residency", of=of, **body)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_durable_call_asks_again_within_its_bound(server: Server, kind: str) -> None:
     missing = (503, {**DURABLE, "num_missing": 64})
     server.answers = [missing, missing, (200, DURABLE)]
     assert call(kind, server.url, "checkpoint", rid="r", within_s=60).num_missing == 0
@@ -200,7 +182,7 @@ def test_durable_call_asks_again_within_its_bound(server: RecordedServer, kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_travel_as_bearer_tokens(server: RecordedServer, kind: str) -> None:
+def test_keys_travel_as_bearer_tokens(server: Server, kind: str) -> None:
     server.answers = [(200, DURABLE)]
     call(kind, server.url + "/", "checkpoint", rid="r", of={"api_key": "sécret".encode().hex()})
     call(kind, server.url, "checkpoint", rid="r")
@@ -214,7 +196,7 @@ PROXIES = {"http_proxy": "http://127.0.0.1:9", "ALL_PROXY": "socks5://127.0.0.1:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variable", PROXIES)
 def test_proxy_is_not_asked_for_this_machine(
-    server: RecordedServer, kind: str, variable: str, monkeypatch: pytest.MonkeyPatch
+    server: Server, kind: str, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -222,7 +204,7 @@ def test_proxy_is_not_asked_for_this_machine(
     monkeypatch.setenv(variable, PROXIES[variable])
     server.answers = [(200, DURABLE)]
     for host in ("127.0.0.1", "localhost"):
-        call(kind, f"http://{host}:{server.server_port}", "checkpoint", rid="r")
+        call(kind, server.url.replace("127.0.0.1", host), "checkpoint", rid="r")
     assert len(server.asked) == 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections import deque
@@ -12,17 +11,17 @@ from typing import Any
 
 import pytest
 
+from kit.clients import KINDS, call
 from kit.serving import Quiet, serving
-from sglang_tiered.client import AsyncTierClient, Generated, RequestError, TierClient
+from sglang_tiered.client import Generated, RequestError
 from sglang_tiered.client.generation import (
     MAX_RESUMED,
     Answer,
     BrokenStreamError,
 )
 
-KINDS = ("sync", "async")
 PROMPT = [7, 8, 9]
-GREEDY = {"temperature": 0, "max_new_tokens": 12}
+GREEDY = {"temperature": 0, "max_new_tokens": 12, "min_new_tokens": 4}
 
 
 def following(ids: list[int], num_new: int) -> list[int]:
@@ -38,7 +37,6 @@ class Generator(ThreadingHTTPServer):
     dies, an HTTP status, or the reason that an answer ends by after a token; None and none left: a
     whole one."""
 
-    daemon_threads = True
     url = ""
 
     def __init__(self) -> None:
@@ -108,20 +106,6 @@ def server() -> Iterator[Generator]:
         yield made
 
 
-def generate(
-    kind: str, url: str, sampling: dict[str, Any], prompt: Any = PROMPT, **more: Any
-) -> list[Generated]:
-    if kind == "sync":
-        with TierClient(url) as client:
-            return list(client.generate(prompt, sampling, **more))
-
-    async def run() -> list[Generated]:
-        async with AsyncTierClient(url) as client:
-            return [piece async for piece in client.generate(prompt, sampling, **more)]
-
-    return asyncio.run(run())
-
-
 def ids_of(pieces: list[Generated]) -> list[int]:
     return [token for piece in pieces for token in piece.ids]
 
@@ -134,12 +118,12 @@ def test_broken_answers_are_those_of_one_server(
 ) -> None:
     server.is_incremental, server.ends_cleanly = is_incremental, ends_cleanly
     server.lives += [3, (503, {}), 0, 1, 5]
-    pieces = generate(kind, server.url, GREEDY)
+    pieces = call(kind, server.url, "generate", PROMPT, GREEDY)
     assert ids_of(pieces) == following(PROMPT, 12)
     assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert pieces[-1].finish_reason == {"type": "length"}
-    left = [body["sampling_params"]["max_new_tokens"] for body in server.asked]
-    assert left == [12, 9, 9, 9, 8, 3]
+    for name, left in (("max", [12, 9, 9, 9, 8, 3]), ("min", [4, 1, 1, 1, 0, 0])):
+        assert [body["sampling_params"][f"{name}_new_tokens"] for body in server.asked] == left
     assert [len(body["input_ids"]) for body in server.asked] == [3, 6, 6, 6, 7, 12]
     assert pieces[0].num_resumed == 0 and pieces[0].num_computed_again == 0
     last = pieces[-1]
@@ -165,48 +149,47 @@ def test_what_others_would_have_drawn_is_told(
     """Seeds count where servers draw by them."""
     server.lives += [2]
     sampling = {"max_new_tokens": 4, **sampling}
-    pieces = generate("sync", server.url, sampling, is_seeded=is_seeded)
+    pieces = call("sync", server.url, "generate", PROMPT, sampling, is_seeded=is_seeded)
     assert [piece.is_exact for piece in pieces] == [True, True, is_exact, is_exact]
 
 
-@pytest.mark.parametrize("name", ["json_schema", "regex", "stop"])
-def test_answers_judged_whole_do_not_go_on(server: Generator, name: str) -> None:
-    server.lives += [2]
-    sampling = {**GREEDY, name: "x"}
-    with pytest.raises(RequestError, match=f"broke after 2 tokens .* as {name} is judged"):
-        generate("sync", server.url, sampling)
-    assert len(server.asked) == 1
-    server.lives += [0]  # of this one nothing came
-    assert ids_of(generate("sync", server.url, sampling)) == following(PROMPT, 12)
+JUDGED_WHOLE = [{name: "x"} for name in ("json_schema", "regex", "stop")]
+DRAINS = {"type": "abort", "status_code": 503, "message": "draining"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_refusals_are_not_repeated(server: Generator, kind: str) -> None:
-    server.lives += [(400, {"error": {"message": "input is too long"}})]
-    with pytest.raises(RequestError, match="answered 400.*input is too long"):
-        generate(kind, server.url, GREEDY)
-    assert len(server.asked) == 1
+@pytest.mark.parametrize(
+    ("life", "sampling", "sentence"),
+    [
+        *((2, each, f"broke after 2 tokens .* as {[*each][0]} is judged") for each in JUDGED_WHOLE),
+        ((400, {"error": {"message": "input is too long"}}), {}, "answered 400.*input is too long"),
+        # An operator's abort is no death.
+        ({**DRAINS, "status_code": None}, {}, "was aborted: draining"),
+        ({**DRAINS, "status_code": 400}, {}, "was aborted: draining"),
+        (None, {"n": 2}, "n 2 is more than one answer"),
+        (None, {"max_new_tokens": 0}, "max_new_tokens 0 is no number of tokens"),
+    ],
+)
+def test_what_may_not_go_on_does_not(
+    server: Generator, kind: str, life: Any, sampling: dict[str, Any], sentence: str
+) -> None:
+    server.lives += [life]
+    with pytest.raises(RequestError, match=sentence):
+        call(kind, server.url, "generate", PROMPT, {**GREEDY, **sampling})
+    assert len(server.asked) == (life is not None)
 
 
-def test_several_answers_at_once_are_not_asked_for(server: Generator) -> None:
-    with pytest.raises(RequestError, match="n 2 is more than one answer"):
-        generate("sync", server.url, {**GREEDY, "n": 2})
-    assert not server.asked
-
-
-def test_aborted_answers_of_a_draining_server_go_on(server: Generator) -> None:
-    server.lives += [{"type": "abort", "status_code": 503, "message": "draining"}]
-    pieces = generate("sync", server.url, GREEDY)
+@pytest.mark.parametrize(
+    ("life", "sampling", "num_resumed"),
+    [(DRAINS, {}, 1), *((0, each, 0) for each in JUDGED_WHOLE)],  # of which nothing came
+)
+def test_what_may_go_on_does(
+    server: Generator, life: Any, sampling: dict[str, Any], num_resumed: int
+) -> None:
+    server.lives += [life]
+    pieces = call("sync", server.url, "generate", PROMPT, {**GREEDY, **sampling})
     assert ids_of(pieces) == following(PROMPT, 12)
-    assert pieces[-1].num_resumed == 1
-
-
-@pytest.mark.parametrize("status", [None, 400])
-def test_an_operators_abort_is_no_death(server: Generator, status: int | None) -> None:
-    server.lives += [{"type": "abort", "status_code": status, "message": "no more"}]
-    with pytest.raises(RequestError, match="was aborted: no more"):
-        generate("sync", server.url, GREEDY)
-    assert len(server.asked) == 1
+    assert pieces[-1].num_resumed == num_resumed
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -214,7 +197,7 @@ def test_shed_answers_come_back_when_they_may(server: Generator, kind: str) -> N
     """The servers that are left have more to do."""
     server.lives += [2, (429, {})]
     began = time.monotonic()
-    assert ids_of(generate(kind, server.url, GREEDY)) == following(PROMPT, 12)
+    assert ids_of(call(kind, server.url, "generate", PROMPT, GREEDY)) == following(PROMPT, 12)
     assert time.monotonic() - began >= 0.8, "the second that it asked for, less what spreads them"
 
 
@@ -222,7 +205,7 @@ def test_shed_answers_come_back_when_they_may(server: Generator, kind: str) -> N
 def test_nobody_there_ends_in_time(server: Generator, kind: str) -> None:
     server.lives += [2] + [(503, {})] * 100
     with pytest.raises(RequestError, match="broke after 2 .*answered 503.* for 0.3 s.*resume_s"):
-        generate(kind, server.url, GREEDY, resume_s=0.3)
+        call(kind, server.url, "generate", PROMPT, GREEDY, resume_s=0.3)
 
 
 @pytest.fixture
@@ -233,8 +216,8 @@ def answer() -> Answer:
 ENDED = BrokenStreamError("it ended")
 
 
-def line(token: int, num_tokens: int) -> bytes:
-    told = {"completion_tokens": num_tokens, "finish_reason": None}
+def line(token: int, num_tokens: int, reason: Any = None) -> bytes:
+    told = {"completion_tokens": num_tokens, "finish_reason": reason}
     return b"data: " + json.dumps({"output_ids": [token], "meta_info": told}).encode() + b"\n"
 
 
@@ -250,14 +233,25 @@ def test_an_answer_that_kills_servers_ends(answer: Answer) -> None:
 
 
 def test_nothing_is_read_behind_the_end(answer: Answer) -> None:
-    told = {"completion_tokens": 1, "finish_reason": {"type": "length"}}
-    end = json.dumps({"output_ids": [1], "meta_info": told}).encode()
-    (piece,) = answer.read(b"data: " + end + b"\ndata: of a proxy\n")
+    (piece,) = answer.read(line(1, 1, {"type": "length"}) + b"data: of a proxy\n")
     assert piece.finish_reason == {"type": "length"} and answer.has_ended
 
 
-def test_missing_tokens_are_no_answer() -> None:
-    answer = Answer(PROMPT, GREEDY, is_seeded=False, resume_s=60)
-    chunk = {"output_ids": [1], "meta_info": {"completion_tokens": 2, "finish_reason": None}}
+def test_missing_tokens_are_no_answer(answer: Answer) -> None:
     with pytest.raises(RequestError, match="cannot read"):
-        list(answer.read(b"data: " + json.dumps(chunk).encode() + b"\n"))
+        list(answer.read(line(1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        ({"code": 503, "message": "it ends"}, BrokenStreamError),
+        ({"code": 400, "message": "it ends"}, RequestError),
+        ("it ends", RequestError),
+    ],
+)
+def test_error_amid_a_stream_counts_by_code(
+    answer: Answer, error: Any, raised: type[Exception]
+) -> None:
+    with pytest.raises(raised, match="^it ends$"):
+        list(answer.read(b"data: " + json.dumps({"error": error}).encode() + b"\n"))

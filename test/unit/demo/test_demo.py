@@ -36,10 +36,8 @@ from sglang_tiered.demo.server import NotServingError
 from sglang_tiered.tools.terminal import run_program
 
 
-def pools(
-    device_tokens: int, host_tokens: int, page: int = 64, has_nvme: bool = True
-) -> AskedServer:
-    return AskedServer("m", device_tokens, host_tokens, page, has_nvme)
+def pools(device_tokens: int, host_tokens: int, page: int = 64) -> AskedServer:
+    return AskedServer("m", device_tokens, host_tokens, page, True)
 
 
 DEMO = pools(8192, 16_320)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -157,12 +156,7 @@ def test_pip_is_not_that_of_the_folder(cache: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PIP_NO_INDEX": "1"}
     program = "from sglang_tiered.demo.server import demo_command; demo_command([])"
     environment[MODEL_VARIABLE] = TRAINED
-    ended = run_python("-P", "-c", program, environment=environment, cwd=cache)
+    command = (sys.executable, "-P", "-c", program)
+    ended = ran(*command, env=environment, cwd=cache, timeout_s=300)
     assert ended.returncode == 0 and "not to be had (pip could not fetch it" in ended.stderr
     assert not (cache / "run").exists()
-
-
-def run_python(
-    *arguments: str, environment: dict[str, str], cwd: Path
-) -> subprocess.CompletedProcess[str]:
-    return ran(sys.executable, *arguments, env=environment, cwd=cwd, timeout_s=300)

@@ -31,7 +31,11 @@ from sglang_tiered.policy.server_costs import NOT_IDLE
 
 DONE, REFUSED = SimpleNamespace(success=True), SimpleNamespace(success=False)
 DISK = UpdateWeightFromDiskReqInput(model_path="new", flush_cache=False)
-PART = UpdateWeightsFromDistributedReqInput(names=[], dtypes=[], shapes=[], flush_cache=False)
+FLUSHING_DISK = UpdateWeightFromDiskReqInput(model_path="new", flush_cache=True)
+PART, FLUSHING_PART = (
+    UpdateWeightsFromDistributedReqInput(names=[], dtypes=[], shapes=[], flush_cache=is_wanted)
+    for is_wanted in (False, True)
+)
 BEGIN, END = BeginWeightUpdateReqInput(), EndWeightUpdateReqInput()
 
 
@@ -58,6 +62,8 @@ class Server:
         def change_weights(_: Any, *, tree_is_empty: bool) -> None:
             self.told.append(tree_is_empty)
 
+        self.hidden: list[Any] = []
+        patch.setattr(scheduler_messages, "hide_memory", self.hidden.append)
         patch.setattr(TieredRadixCache, "change_weights", change_weights)
         patch.setattr(TieredRadixCache, "is_empty", property(lambda _: self.is_empty))
         patch.setattr(TieredRadixCache, "quiesce", lambda _: True)
@@ -133,58 +139,35 @@ def test_refused_flush_tells_whether_weights_are_complete(
         return result
 
     monkeypatch.setattr(SGLangUpdater, "flush_cache_after_weight_update", flush_as_hooked)
-    request = UpdateWeightFromDiskReqInput(model_path="new", flush_cache=True)
-    assert not updater.scheduler._request_dispatcher(request).success
+    assert not updater.scheduler._request_dispatcher(FLUSHING_DISK).success
     updater.tp_worker = worker(is_loaded=False)
     updater.scheduler._request_dispatcher(DISK)
     assert [update.is_complete for update in told] == [not draft_fails, False], "another update"
 
 
-def test_refused_call_costs_nothing_stored(server: Server) -> None:
-    server.result = REFUSED
-    server.send(PART)
-    server.send(BEGIN)
-    assert server.told == []
-
-
-def test_session_that_flushes_nothing_ends_with_stores(server: Server) -> None:
-    """While it is open nothing is stored, whoever writes the weights."""
-    server.send(BEGIN)
-    server.result = REFUSED
-    server.send(PART)
-    server.result = DONE
-    server.send(END)
-    assert server.told == [False, True, True]
-
-
-def test_session_that_wanted_a_flush_gets_it(
-    monkeypatch: pytest.MonkeyPatch, server: Server
+@pytest.mark.parametrize(
+    ("sent", "refused", "is_empty", "told", "num_hidden"),
+    [
+        ([PART, BEGIN], [PART, BEGIN], True, [], 0),
+        # While a session is open nothing is stored, whoever writes the weights.
+        ([BEGIN, PART, END], [PART], True, [False, True, True], 0),
+        # The call that ends it cannot say that a flush was wanted, and one may have been refused.
+        (
+            [BEGIN, FLUSHING_PART, END, BEGIN, PART, END],
+            *([], False, [False, True, True, False, False, False], 2),
+        ),
+        # Where the update asked for none SGLang serves the old KV, by the operator's will.
+        ([FLUSHING_DISK, DISK], [], False, [True, False], 1),
+    ],
+)
+def test_updates_store_and_hide_what_they_must(
+    server: Server, sent: Any, refused: Any, is_empty: bool, told: list[bool], num_hidden: int
 ) -> None:
-    """The call that ends it cannot say so, and a flush before may have been refused."""
-    hidden: list[Any] = []
-    monkeypatch.setattr(scheduler_messages, "hide_memory", hidden.append)
-    server.is_empty = False
-    for is_wanted in (True, False):
-        server.send(BEGIN)
-        part = UpdateWeightsFromDistributedReqInput(
-            names=[], dtypes=[], shapes=[], flush_cache=is_wanted
-        )
-        server.send(part)
-        server.send(END)
-    assert len(hidden) == 2, "of the first session, with a part of it and at its end"
-    assert server.told == [False, True, True, False, False, False]
-
-
-def test_old_kv_after_a_refused_flush_is_hidden(
-    monkeypatch: pytest.MonkeyPatch, server: Server
-) -> None:
-    """If the update asked for one: else SGLang serves it, by the operator's will."""
-    hidden: list[Any] = []
-    monkeypatch.setattr(scheduler_messages, "hide_memory", hidden.append)
-    server.is_empty = False
-    for is_wanted in (True, False):
-        server.send(UpdateWeightFromDiskReqInput(model_path="new", flush_cache=is_wanted))
-    assert len(hidden) == 1 and server.told == [True, False]
+    server.is_empty = is_empty
+    for message in sent:
+        server.result = REFUSED if message in refused else DONE
+        server.send(message)
+    assert (server.told, len(server.hidden)) == (told, num_hidden)
 
 
 @pytest.mark.parametrize(
@@ -252,11 +235,6 @@ def switching(monkeypatch: pytest.MonkeyPatch) -> Switching:
     return Switching(monkeypatch)
 
 
-def test_switch_ends_what_a_flush_ends(switching: Switching) -> None:
-    assert switching.send(PdRoleSwitchReqInput(new_role="decode")).success
-    assert switching.said == ["rest", "prepare", "sglang", "tenants", "handoff", "costs"]
-
-
 @pytest.mark.parametrize("own", ["ready", f"{NOT_IDLE}; drain", "too little memory"])
 @pytest.mark.parametrize("other", [2, 1, 0])
 def test_no_rank_switches_while_another_refuses(
@@ -279,13 +257,14 @@ def test_no_rank_switches_while_another_refuses(
         assert switching.said == ["rest", "prepare"]
 
 
-@pytest.mark.parametrize("kept", ["prepare", "refused", "same role"])
-def test_role_that_stays_flushes_nothing(switching: Switching, kept: str) -> None:
+@pytest.mark.parametrize("kept", ["", "prepare", "refused", "same role"])
+def test_only_a_switch_ends_what_flushes_end(switching: Switching, kept: str) -> None:
     switching.result.success = kept != "refused"
     if kept == "same role":
         switching.result.old_role = "decode"
     switching.send(PdRoleSwitchReqInput(new_role="decode", prepare_only=kept == "prepare"))
-    assert switching.said == ["rest", "prepare"]
+    ended = ["sglang", "tenants", "handoff", "costs"]
+    assert switching.said == ["rest", "prepare", *([] if kept else ended)]
 
 
 def test_switch_waits_for_what_is_not_stored(switching: Switching) -> None:

@@ -106,8 +106,12 @@ def arrives(scheduler: Scheduler) -> Any:
     return made
 
 
-def test_busy_scheduler_hides_the_tenant_until_idle(purged: HiddenTenants) -> None:
-    scheduler = Scheduler(idle=False)
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_tenant_is_hidden_until_memory_is_flushed(purged: HiddenTenants, is_busy: bool) -> None:
+    """A flush of an idle scheduler may be refused: an abandoned read may begin to count between the
+    look here and SGLang's."""
+    scheduler = Scheduler(idle=not is_busy)
+    scheduler.refuses_flushes = not is_busy
     recents = scheduler.tree_cache.recent_requests
     recents.note_request("1", PrefixSelector(array("q", [1]), None, None), A, "chat")
     assert ask(scheduler, "busy", extra_key="a")["in_memory"] == "hidden"
@@ -119,7 +123,7 @@ def test_busy_scheduler_hides_the_tenant_until_idle(purged: HiddenTenants) -> No
     assert purged.is_hidden("a", None)
     scheduler.control.after_idle()
     assert scheduler.num_flushes == 0
-    scheduler.idle = True
+    scheduler.idle, scheduler.refuses_flushes = True, False
     scheduler.control.after_idle()
     scheduler.control.after_idle()
     assert scheduler.num_flushes == 1
@@ -148,20 +152,6 @@ def test_requests_in_a_handoff_get_new_keys() -> None:
     ask(scheduler, "decode", extra_key="a")
     assert waiting.extra_key == held.extra_key == arrives(scheduler).extra_key != "a"
     assert promised.extra_key == "a"
-
-
-def test_refused_flush_leaves_the_tenant_hidden(purged: HiddenTenants) -> None:
-    """An abandoned read may begin to count between the look here and SGLang's."""
-    scheduler = Scheduler(idle=True)
-    scheduler.refuses_flushes = True
-    assert ask(scheduler, "refused", extra_key="a")["in_memory"] == "hidden"
-    assert scheduler.num_flushes == 0
-    new = arrives(scheduler)
-    assert new.extra_key != "a", "a request of the tenant matches what the tree still holds"
-    scheduler.refuses_flushes = False
-    scheduler.control.after_idle()
-    assert scheduler.num_flushes == 1
-    assert not purged
 
 
 def hook_requests(monkeypatch: pytest.MonkeyPatch, scheduler: Scheduler) -> None:

@@ -147,7 +147,10 @@ def test_pinned_id_is_found_after_a_restart(open_world: Open) -> None:
         (pin,) = first["pins"]
         assert (pin["name"], pin["tier"], pin["pinned_until"]) == ("chat", "nvme", None)
         assert second["id"] == "other" and second["pins"][0]["pinned_until"] > time.time()
-        assert ask("unpin", conversation_id="nobody") == GONE
+        assert ask.rows(extra_key="acme") == []
+        of_others: list[Any] = [{"conversation_id": "nobody"}, {"name": "n", "cache_salt": "s"}]
+        for other in (*of_others, {"conversation_id": "other", "extra_key": "acme"}):
+            assert ask("unpin", **other) == GONE
         assert ask("unpin", conversation_id="other") == {"done": True}
         assert ask("unpin", name="n") == GONE
         assert [row["id"] for row in ask.rows()] == ["chat"]
@@ -168,6 +171,7 @@ def test_unpin_takes_what_its_prefix_names(world: CacheWorld, ask: Caller) -> No
     assert ask.pin(rid="2")["name"] == "chat"
     assert ask("unpin", rid="2") == {"done": True}
     assert [row["pins"] for row in ask.rows()] == [[], []]
+    assert ask.rows(extra_key="acme") == []
 
 
 def test_what_was_never_computed_is_not_pinned(world: CacheWorld, ask: Caller) -> None:
@@ -180,7 +184,7 @@ def test_what_was_never_computed_is_not_pinned(world: CacheWorld, ask: Caller) -
 def test_every_conversation_is_on_one_page(
     world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "_STEP_TOKENS", 2 * len(A))
+    """A prefix is matched in each step: the scheduler serves nobody meanwhile."""
     for number in range(7):
         note(world, f"r{number}", prompt(number, 2), f"chat {number}" if number % 2 else None)
     ask.pin(conversation_id="chat 5")
@@ -189,36 +193,41 @@ def test_every_conversation_is_on_one_page(
         ask.pin(input_ids=list(prompt(number, 1)), name=f"pin {number}")
     found: list[Any] = []
     page: dict[str, Any] = {"rank": 0, "next": ""}
+    located, step = [0], ask._step  # in each step
+
+    def count(*given: Any) -> Any:
+        located[-1] += 1
+        return locate(*given)
+
+    monkeypatch.setattr(listing, "_STEP_TOKENS", PAGE)
+    monkeypatch.setattr(listing, "locate", count)
+    monkeypatch.setattr(ask, "_step", lambda: (located.append(0), step()))
     while page["next"] is not None:
+        located.append(0)
         after = {str(page["rank"]): page["next"]} if page["next"] else {}
         page = ask("conversations", limit=3, after=after)
         assert len(page["conversations"]) <= 3
         found += [row["rid"] or row["pins"][0]["name"] for row in page["conversations"]]
     assert found == [f"r{number}" for number in range(6, -1, -1)] + ["pin 20", "pin 21", "pin 22"]
+    assert (max(located), sum(located)) == (1, 10)
     assert page["pinned_bytes"] <= page["pin_bound_bytes"]
     assert page["pinned_bytes"] >= sum(pin["bytes"] for row in ask.rows() for pin in row["pins"])
 
 
-def test_tenants_see_their_own_alone(world: CacheWorld, ask: Caller) -> None:
-    note(world, "1", A, "chat")
-    ask.pin(rid="1")
-    assert ask.rows(extra_key="acme") == []
-    assert ask("unpin", conversation_id="chat", extra_key="acme") == GONE
-    assert ask("unpin", name="chat", cache_salt="s") == GONE
-    assert len(ask.rows()) == 1
-
-
-@pytest.mark.parametrize("tier", ["nvme", "object"])
-def test_refusal_elsewhere_keeps_the_pin_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+@pytest.mark.parametrize(
+    ("tier", "status"), [("nvme", 409), ("object", 409), ("nvme", 503)], ids=str
+)
+def test_refused_pin_keeps_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, status: int
 ) -> None:
-    """Ranks pin, or none does; and the earlier pin of that name stays on all."""
+    """Ranks pin, or none does (409), and the earlier pin of that name stays on all. What is still
+    to be stored may fill the bound once all have asked (503)."""
     with cache_world(tmp_path / "1", monkeypatch, bucket=tmp_path / "bucket") as world:
         ask, told = Caller(world), list[int]()  # that this rank can
         note(world, "1", A, "chat")
         assert ask.pin(rid="1", tier=tier)["num_missing"] == 0
         keeper = keepers(world.cache.storage)[Tier(tier)]
-        pinned, notes = ask.rows()[0]["pins"], keeper.pin_notes(NO_TENANT)
+        pinned, notes, asks = ask.rows()[0]["pins"], keeper.pin_notes(NO_TENANT), keeper.pin
         note(world, "2", A + B, "chat")
 
         def reduce(data: torch.Tensor, _: Any) -> None:
@@ -226,51 +235,20 @@ def test_refusal_elsewhere_keeps_the_pin_before(
                 told.extend(data.tolist())
                 data.fill_(0)
 
-        with monkeypatch.context() as other_rank:
-            other_rank.setattr(world.cache, "_all_reduce_attn_groups", reduce)
+        def fills(*given: Any, only_asks: bool = False) -> Any:
+            return asks(*given, only_asks=True) if only_asks else PinRefusal(1, 1, 1, "it is full")
+
+        with monkeypatch.context() as refused:
+            if status == 503:
+                refused.setattr(keeper, "pin", fills)
+            else:
+                refused.setattr(world.cache, "_all_reduce_attn_groups", reduce)
             answer = ask.pin(rid="2", tier=tier)
-        assert answer["status"] == 409 and "another rank" in answer["error"]
-        assert told == [1] and ask.rows()[0]["pins"] == pinned
+        assert answer["status"] == status
+        assert status == 503 or (told == [1] and "another rank" in answer["error"])
+        assert ask.rows()[0]["pins"] == pinned
         assert keeper.pin_notes(NO_TENANT) == notes, "nothing was to be stored yet"
         assert ask.pin(rid="2", tier=tier)["num_tokens"] == len(A + B)
-
-
-def test_long_list_is_matched_in_steps(
-    world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scheduler serves nobody meanwhile."""
-    monkeypatch.setattr(listing, "_STEP_TOKENS", len(A))
-    for rid, tokens in (("1", A), ("2", B)):
-        note(world, rid, tokens)
-    located: list[Any] = []
-    monkeypatch.setattr(listing, "locate", lambda *given: located.append(1) or locate(*given))
-    body, most = {"limit": 100, "after": {}}, 0
-    answer: dict[str, Any] = {"done": False}
-    while not answer["done"]:
-        before = len(located)
-        answer = ask._control.calls.answer(world.cache, "conversations", "n", body)
-        most = max(most, len(located) - before)
-    assert (most, len(located), len(answer["conversations"])) == (1, 2, 2)
-
-
-def test_pin_refused_once_asked_is_none(
-    world: CacheWorld, ask: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is still to be stored may fill the bound between."""
-    note(world, "1", A, "chat")
-    assert ask.pin(rid="1")["num_missing"] == 0
-    pinned, engine = ask.rows()[0]["pins"], world.cache.storage.region_engine
-    note(world, "2", A + B, "chat")
-    asks = engine.pin
-
-    def fills(*given: Any, only_asks: bool = False) -> Any:
-        return asks(*given, only_asks=True) if only_asks else PinRefusal(1, 1, 1, "it is full")
-
-    with monkeypatch.context() as full:
-        full.setattr(engine, "pin", fills)
-        answer = ask.pin(rid="2")
-    assert answer["status"] == 503 and ask.rows()[0]["pins"] == pinned
-    assert ask.pin(rid="2")["num_tokens"] == len(A + B)
 
 
 def test_failed_checkpoint_is_told_and_kept(

@@ -45,15 +45,6 @@ def open_server(storages: Storages, monkeypatch: pytest.MonkeyPatch) -> Open:
     return open_server
 
 
-def stored_pages(server: TieredStorage) -> list[StoredPage]:
-    found = []
-    at = -1
-    while (region := server.region_engine.view.pages_behind(at)) is not None:
-        at, pages = region
-        found += pages
-    return found
-
-
 @pytest.fixture
 def resumed(open_server: Open) -> TieredStorage:
     """A server that finds in the bucket what another one computed and made durable there."""
@@ -71,7 +62,10 @@ def resumed(open_server: Open) -> TieredStorage:
 
 def test_bucket_pages_reach_nvme_under_their_tenant(resumed: TieredStorage) -> None:
     assert make_durable(resumed, HASHES, Tier.NVME, TENANT, TIMEOUT_S) == NUM_PAGES
-    held = stored_pages(resumed)
+    held, at = list[StoredPage](), -1
+    while (region := resumed.region_engine.view.pages_behind(at)) is not None:
+        at, pages = region
+        held += pages
     assert len(held) == NUM_PAGES + 2, "the windows too"
     assert {page.tenant for page in held} == {TENANT}
     assert all(page.is_used for page in held), "reclaim would take them first"

@@ -55,9 +55,6 @@ class Server:
         told = {"message": said, "old_role": "prefill", "new_role": message.new_role}
         return PdRoleSwitchReqOutput(success=said == "ok", safe_to_restore=said != BROKEN, **told)
 
-    def ask(self) -> Any:
-        return asyncio.run(around_switch(self.switch, self, DECODE))
-
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,32 +114,32 @@ def test_late_request_meets_no_switch(answer: str) -> None:
     assert server.asked[1:] == [(False, True)]
 
 
-def test_switch_waits_for_its_stores() -> None:
-    server = Server("ok", f"{NOT_IDLE}; pages wait to be stored", NOT_IDLE, "ok")
-    assert server.ask().success
-    assert len(server.asked) == 4
-
-
-def test_busy_server_keeps_its_role() -> None:
-    for server in (Server("ok", running=1), Server(NOT_IDLE)):
-        answer = server.ask()
-        assert not answer.success and answer.safe_to_restore
-        assert "was not drained within" in answer.message
-        assert not is_draining(server)
-
-
-@pytest.mark.parametrize("after", [1, 2])
-def test_final_refusal_comes_at_once(after: int) -> None:
-    server = Server(*["ok"] * (after - 1), "zmq cannot")
-    assert server.ask().message == "zmq cannot"
-    assert len(server.asked) == after and not is_draining(server)
-
-
-def test_broken_switch_gets_no_more_requests() -> None:
-    """SGLang rolls nothing back."""
-    server = Server("ok", BROKEN)
-    assert server.ask().message == BROKEN
-    assert is_draining(server) and asyncio.run(ask_door(server)) == 503
+@pytest.mark.parametrize(
+    ("answers", "running", "said", "num_asked"),
+    [
+        # What waits to be stored ends with it.
+        (("ok", f"{NOT_IDLE}; pages wait to be stored", NOT_IDLE, "ok"), 0, "ok", 4),
+        # A busy server keeps its role.
+        (("ok",), 1, "was not drained within", 1),
+        ((NOT_IDLE,), 0, "was not drained within", None),
+        # A final refusal comes at once.
+        (("zmq cannot",), 0, "zmq cannot", 1),
+        (("ok", "zmq cannot"), 0, "zmq cannot", 2),
+        # SGLang rolls nothing back: who broke gets no more requests.
+        (("ok", BROKEN), 0, BROKEN, 2),
+    ],
+)
+def test_a_server_goes_on_unless_it_broke(
+    answers: tuple[str, ...], running: int, said: str, num_asked: int | None
+) -> None:
+    server = Server(*answers, running=running)
+    answer = asyncio.run(around_switch(server.switch, server, DECODE))
+    assert said in answer.message and answer.success is (said == "ok")
+    assert answer.safe_to_restore is not (said == BROKEN)
+    assert num_asked in (None, len(server.asked))
+    assert is_draining(server) is (said == BROKEN)
+    if said == BROKEN:
+        assert asyncio.run(ask_door(server)) == 503
 
 
 def test_second_order_ends_no_drain_of_the_first() -> None:

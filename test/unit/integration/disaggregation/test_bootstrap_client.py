@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ import pytest
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 
+from kit.serving import Quiet, serving
 from kit.waiting import eventually
 from sglang_tiered.config import TransferConfig
 from sglang_tiered.errors import TransferError
@@ -128,35 +129,20 @@ GOOD_INFO = {
 def bootstrap_that_says(info: Any, row: Any, dp_ranks: Any = None) -> Iterator[str]:
     """A server that a client may run, and name in its request."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
             asked = parse_qs(urlsplit(self.path).query)
             of_rank = row() if callable(row) else row
-            self._say(info if asked["prefill_dp_rank"] == ["-1"] else of_rank)
+            said = info if asked["prefill_dp_rank"] == ["-1"] else of_rank
+            self.answer(200, json.dumps(said).encode())
 
         def do_POST(self) -> None:
-            self._say(dp_ranks)
+            self.answer(200, json.dumps(dp_ranks).encode())
 
-        def _say(self, answer: Any) -> None:
-            body = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
-        serving.start()
-        try:
-            yield f"127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            serving.join()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        yield url.removeprefix("http://")
 
 
 @pytest.mark.parametrize(

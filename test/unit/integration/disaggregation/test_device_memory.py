@@ -41,44 +41,29 @@ def slab_of(pieces: list[SlabPiece]) -> Any:
     return np.random.default_rng(2).integers(0, 256, size, dtype=np.uint8)
 
 
-def check_gather(name: str) -> None:
-    arrays, pieces = pool(), KINDS[name]
+def check(name: str) -> None:
+    """Pages are gathered as from host memory, and scattered to those that are named alone."""
+    pieces, (host, device) = KINDS[name], memories(arrays := pool())
     expected, got = slab_of(pieces), slab_of(pieces)
-    host, device = memories(arrays)
     host.begin_gather(pieces, PAGES, expected)()
     device.begin_gather(pieces, device.place(PAGES), got)()
     assert not np.array_equal(expected, slab_of(pieces)) and np.array_equal(got, expected)
-
-
-def check_scatter(name: str) -> None:
-    arrays, others, pieces = pool(), pool(), KINDS[name]
-    memories(arrays)[0].scatter_slab(pieces, PAGES, slab_of(pieces))
-    memories(others)[1].scatter_slab(pieces, PAGES, slab_of(pieces))
+    host.scatter_slab(pieces, PAGES, slab_of(pieces))
+    memories(others := pool())[1].scatter_slab(pieces, PAGES, slab_of(pieces))
     for array, other, before in zip(arrays, others, pool(), strict=True):
         assert np.array_equal(array, other)
         assert np.array_equal(other[[1, 2, 4, 5, 6]], before[[1, 2, 4, 5, 6]])
 
 
 @NAMED
-def test_gather_equals_host_memory(name: str) -> None:
-    check_gather(name)
-
-
-@NAMED
-def test_scatter_writes_only_the_named_pages(name: str) -> None:
-    check_scatter(name)
+def test_pages_move_as_in_host_memory(name: str) -> None:
+    check(name)
 
 
 @NAMED
 @interpreted
-def test_kernel_gathers_as_host_memory_does(name: str) -> None:
-    check_gather(name)
-
-
-@NAMED
-@interpreted
-def test_kernel_scatters_as_host_memory_does(name: str) -> None:
-    check_scatter(name)
+def test_kernels_move_pages_as_host_memory(name: str) -> None:
+    check(name)
 
 
 def test_next_slab_leaves_the_last_alone() -> None:

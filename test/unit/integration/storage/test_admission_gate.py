@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from host_pools import hashes
 
 from kit.clock import Clock
 from kit.memory import MemoryEngine
@@ -19,10 +19,6 @@ BUSY_S = 2.5  # waits that make the tier selective, and close it
 VERY_LONG = LONG_PREFIX_TOKENS * 4
 
 
-def hashes(*names: object) -> list[str]:
-    return [hashlib.sha256(str(name).encode()).hexdigest() for name in names]
-
-
 class Tier:
     """A gate over an engine, and the operations that pass through it."""
 
@@ -32,10 +28,6 @@ class Tier:
         self.gate = StoreGate(
             self.engine, **{"host_tokens": 1 << 30, "page_bytes": 100, **settings}, clock=self.clock
         )
-
-    @property
-    def level(self) -> Level:
-        return self.gate._admission.level
 
     def queue(
         self, pages: Sequence[str], prefix_tokens: int = 64, *, waits_s: float = 0.0, **more: Any
@@ -66,13 +58,16 @@ def tier() -> Tier:
 
 
 def test_node_of_several_parts_is_decided_once(tier: Tier) -> None:
-    pages = hashes(*range(300))
+    pages = hashes(*map(str, range(300)))
     node = tier.queue(pages, VERY_LONG, waits_s=BUSY_S)
     assert tier.store(pages[:128], node) == 128
     tier.clock.now += 100  # nothing that happens later changes what was decided
     assert tier.store(pages[128:256], node) == 128
     assert tier.store(pages[256:], node) == 44
-    assert tier.gate.outcomes[Outcome.ADMITTED] == 300 and tier.level is Level.SELECTIVE
+    assert (
+        tier.gate.outcomes[Outcome.ADMITTED] == 300
+        and tier.gate._admission.level is Level.SELECTIVE
+    )
 
 
 def test_window_is_dropped_with_its_kvs_tail(tier: Tier) -> None:
@@ -84,14 +79,11 @@ def test_window_is_dropped_with_its_kvs_tail(tier: Tier) -> None:
 
 def test_budget_is_charged_what_the_device_was_given() -> None:
     tier = Tier(writes_per_day=100_000)  # a burst of 10,000 bytes: 87 pages with their overhead
-    assert tier.store(hashes(*range(40))) == 40
+    assert tier.store(hashes(*map(str, range(40)))) == 40
     tier.store(hashes("next"))
     assert tier.gate.budget_bytes == 10_000 - 40 * 100
     tier.store(hashes("after"))  # each byte is charged once
     assert tier.gate.budget_bytes == 10_000 - 41 * 100
-
-
-# ---- Ancestors of a chain that became long ----
 
 
 def test_no_end_of_a_store_leaves_it_waiting(tier: Tier) -> None:
@@ -111,28 +103,18 @@ def test_no_end_of_a_store_leaves_it_waiting(tier: Tier) -> None:
 
 @pytest.mark.parametrize("tenant", [b"a" * 16, None])
 def test_hidden_tenants_queued_stores_are_dropped(tier: Tier, tenant: bytes | None) -> None:
-    names = {"abc": b"a" * 16, "xyz": b"b" * 16, "uvw": UNKNOWN_TENANT}
-    nodes = {name: tier.queue(hashes(*name), tenant=whose) for name, whose in names.items()}
+    """Both of a node that a checkpoint queued again, and what has not begun of one under way."""
+    pages = hashes(*map(str, range(300)))
+    running = tier.queue(pages, 300, tenant=b"a" * 16)
+    assert tier.store(pages[:128], running) == 128
+    tier.gate.drop_queued(b"b" * 16)
+    assert tier.store(pages[128:256], running) == 128
+    owners = [("abc", b"a" * 16), ("abc", b"a" * 16), ("xyz", b"b" * 16), ("uvw", UNKNOWN_TENANT)]
+    nodes = [(hashes(*names), tier.queue(hashes(*names), tenant=whose)) for names, whose in owners]
     tier.gate.drop_queued(tenant)
-    admitted = [tier.store(hashes(*name), node) for name, node in nodes.items()]
-    assert admitted == [0, 0 if tenant is None else 3, 0], "what is of nobody known may be its own"
+    admitted = [tier.store(*node) for node in nodes]
+    others = 0 if tenant is None else 3
+    assert admitted == [0, 0, others, 0], "what is of nobody known may be its own"
+    assert tier.store(pages[256:], running) == 0
     again = tier.queue(hashes(*"abc"), tenant=b"a" * 16)
     assert tier.store(hashes(*"abc"), again) == 3, "what comes after the purge is stored"
-
-
-def test_a_purge_ends_its_tenants_running_store(tier: Tier) -> None:
-    pages = hashes(*range(300))
-    node = tier.queue(pages, 300, tenant=b"a" * 16)
-    assert tier.store(pages[:128], node) == 128
-    tier.gate.drop_queued(b"b" * 16)
-    assert tier.store(pages[128:256], node) == 128
-    tier.gate.drop_queued(b"a" * 16)
-    assert tier.store(pages[256:], node) == 0
-
-
-def test_node_queued_twice_is_purged_twice(tier: Tier) -> None:
-    """A checkpoint queues again what is queued."""
-    pages = hashes(*"abc")
-    nodes = [tier.queue(pages, tenant=b"a" * 16) for _ in range(2)]
-    tier.gate.drop_queued(b"a" * 16)
-    assert [tier.store(pages, node) for node in nodes] == [0, 0]

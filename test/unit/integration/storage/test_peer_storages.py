@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +13,11 @@ from host_pools import Pool, hashes, make_pool, slots
 from page_calls import load_pages, queue_store, store_pages
 from peer_servers import know_each_other
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from slow_weights import Weights
 from storages import Storages
 
 from kit.waiting import eventually
 from server_process import free_port
-from sglang_tiered.integration.identity import namespace, namespace_search
-from sglang_tiered.integration.identity.model import identify_model
 from sglang_tiered.integration.observe.stats import process_stats
 from sglang_tiered.remote_config import PeerConfig
 from sglang_tiered.storage.base import Erasure, Span, Tier
@@ -70,6 +67,10 @@ def test_every_pool_comes_from_peers_bit_for_bit(open_side: OpenSide) -> None:
     assert b.storage.lookup_spans(keys) == [Span(Tier.PEER, 3)]
     window = PoolTransfer(PoolName.SWA, keys=keys[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES)
     assert b.storage.batch_exists_v2(keys, [window]).kv_hit_pages == 3
+    # Else it would never be stored here, and be lost when the other gives it up.
+    assert not b.storage.holds(keys[0]) and b.storage.num_kept(keys) == 0
+    assert b.storage.pages_by_tier(keys) == {Tier.NVME: 0, Tier.PEER: 3}
+    assert not b.storage.has_object_tier
     for pool in (PoolName.SWA, PoolName.KV):
         loaded = load_pages(b.storage, keys, slots(8, 9, 10), pool, tenant=TENANT)
         assert loaded == [True] * 3
@@ -78,26 +79,12 @@ def test_every_pool_comes_from_peers_bit_for_bit(open_side: OpenSide) -> None:
             found, expected = b.pools[name].buffer, a.pools[name].buffer
             assert torch.equal(found[:, target], expected[:, source])
     eventually(lambda: b.storage.pages_by_tier(keys)[Tier.NVME] == 3, "not kept")
+    assert b.storage.holds(keys[0]) and b.storage.num_kept(keys) == 3
     stats = process_stats(b.storage)["peer"]
     assert (stats["tier"].num_fetched, stats["moved"].num_promoted) == (6, 6)
     assert stats["tier"].num_peers == 1
     assert process_stats(a.storage)["peer"]["tier"].num_served == 6
     assert process_stats(a.storage)["nvme"].num_pages_from_memory == 3, "KV was read from NVMe"
-
-
-def test_what_the_other_holds_is_not_kept_here(open_side: OpenSide) -> None:
-    """Else it would never be stored here, and be lost when the other gives it up."""
-    a, b = open_side("a", 7), open_side("b", None)
-    keys = hashes("x", "y")
-    store(a, keys, slots(0, 1))
-    eventually(lambda: b.storage.lookup_leading(keys) == 2, "not found")
-    assert not b.storage.holds(keys[0])
-    assert b.storage.num_kept(keys) == 0
-    assert b.storage.pages_by_tier(keys) == {Tier.NVME: 0, Tier.PEER: 2}
-    assert not b.storage.has_object_tier
-    store(b, keys, slots(0, 1))
-    assert b.storage.holds(keys[0])
-    assert b.storage.num_kept(keys) == 2
 
 
 def test_a_purge_reaches_peers_and_blocks_their_stores(open_side: OpenSide) -> None:
@@ -130,55 +117,36 @@ def test_after_a_weight_update_nothing_is_shared(open_side: OpenSide) -> None:
     assert b.storage.lookup_leading(keys) == 0
 
 
-Unread = Callable[[], tuple[Side, int]]
-
-
 @pytest.fixture
-def unread(open_side: OpenSide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Unread:
-    """Opens a server whose weights are not read until the descriptor beside it is closed."""
-    model = tmp_path / "model.safetensors"
-    model.write_bytes(b"weights")
-    identity = {"model": identify_model(str(model), None, "auto")}
-    monkeypatch.setattr(namespace, "server_identity", lambda _: identity)
-
-    def make() -> tuple[Side, int]:
-        (tmp_path / "b").mkdir()
-        held = os.open(tmp_path / "b", os.O_RDONLY)
-        fcntl.flock(held, fcntl.LOCK_EX)
-        monkeypatch.setattr(namespace_search, "PATIENCE_S", 0.0)
-        side = open_side("b", None)
-        assert not side.storage.knows_namespace
-        return side, held
-
-    return make
+def weights(storages: Storages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weights:
+    return Weights(tmp_path / "model", tmp_path / "b", monkeypatch)
 
 
 def test_purge_before_weights_are_read_reaches_peers_later(
-    open_side: OpenSide, unread: Unread
+    open_side: OpenSide, weights: Weights
 ) -> None:
     """Among servers and in the bucket a purge is of a namespace, which nobody knows yet."""
     a = open_side("a", 7)
+    weights.are_read(a.storage)
     keys = hashes("x")
     store(a, keys, slots(0))
-    b, held = unread()
+    weights.take_long()
+    b = open_side("b", None)
     purge = b.storage.erase(Erasure(tenant=TENANT))
     assert not purge.done()
     assert a.storage.num_kept(keys) == 1
-    os.close(held)
-
-    def is_settled() -> bool:
-        b.storage.settle_namespace()
-        return bool(b.storage.knows_namespace)
-
-    eventually(is_settled, "weights were not read")
+    weights.are_read(b.storage)
     assert is_true(purge, TIMEOUT_S)
     eventually(lambda: a.storage.num_kept(keys) == 0, "not purged")
 
 
-def test_purge_of_weights_replaced_unread_is_not_done(unread: Unread) -> None:
+def test_purge_of_weights_replaced_unread_is_not_done(
+    open_side: OpenSide, weights: Weights
+) -> None:
     """The name under which others keep their pages will never be known here."""
-    b, held = unread()
+    weights.take_long()
+    b = open_side("b", None)
     purge = b.storage.erase(Erasure(tenant=None))
     b.storage.change_weights(tree_is_empty=True)
     assert purge.result(TIMEOUT_S) is False
-    os.close(held)
+    weights.let_go()

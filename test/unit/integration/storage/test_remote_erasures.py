@@ -34,11 +34,8 @@ class Rank:
         self.erased: list[Erasure] = []  # in the tiers
         self.hidden: list[object] = []  # in memory
         self.now = 0.0
-        self.attach()
-        self.agreement = RankAgreement(is_first=is_first, is_alone=is_alone)
-
-    def attach(self) -> None:
         self.heard = RemoteErasures(self.gate, self._erase, lambda: self.now)
+        self.agreement = RankAgreement(is_first=is_first, is_alone=is_alone)
 
     def _erase(self, what: Erasure) -> Future[bool]:
         self.erased.append(what)

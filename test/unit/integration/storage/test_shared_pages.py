@@ -53,19 +53,15 @@ class Ranks:
     """Opens the storages of all ranks of a server, each in its thread, and closes them all."""
 
     def __init__(self, storages: Storages, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.name, self._folder, self._storages = "kv", folder, storages
+        self.directory, self._storages = folder / "kv", storages
         self._patch = monkeypatch
         self.identities: list[Any] = [{"model": "m"}] * 3
         monkeypatch.setattr(namespace, "has_draft", lambda: False)
 
-    @property
-    def directory(self) -> Path:
-        return self._folder / self.name
-
     def open(self, *pools: Any, **settings: Any) -> list[TieredStorage]:
         """A rank for each pool. Raises what the first rank that fails does."""
         number = len(pools)
-        self._storages.configure(self.name, num_ranks=number, tp_size=number, **settings)
+        self._storages.configure(num_ranks=number, tp_size=number, **settings)
         ranks, values = threading.local(), [None] * number
         meeting = threading.Barrier(number)
 
@@ -129,7 +125,7 @@ def load(storage: TieredStorage) -> list[bool]:
 SHARD = "shard-tp0of1-pp0of1-dp0-0"
 
 
-def test_pages_stored_once_load_on_every_rank(ranks: Ranks) -> None:
+def test_pages_stored_once_load_and_go_everywhere(ranks: Ranks) -> None:
     pools = [latent_pool(1), latent_pool(1), latent_pool(1)]
     storages = ranks.open(*pools)
     expected = pools[0].kv_buffer[0:3].clone()
@@ -145,6 +141,9 @@ def test_pages_stored_once_load_on_every_rank(ranks: Ranks) -> None:
         assert storage.accounting.num_dirty == 0
     assert ranks.shards() == [SHARD]
     assert storages[0].region_engine.stats().capacity_bytes == 64 * MiB
+    purges = [storage.erase(Erasure()) for storage in reversed(storages)]
+    assert all(is_true(purge, TIMEOUT_S) for purge in purges)
+    assert [load(storage) for storage in storages] == [[False] * 3] * 3
 
 
 def test_a_server_with_other_ranks_finds_pages(ranks: Ranks) -> None:
@@ -177,14 +176,6 @@ def test_weights_changed_rank_by_rank_mix_nothing(ranks: Ranks) -> None:
     first.change_weights(tree_is_empty=True)
     store([first])
     assert load(second) == [False] * 3, "of the weights after"
-
-
-def test_purged_pages_are_gone_for_every_rank(ranks: Ranks) -> None:
-    storages = ranks.open(latent_pool(1), latent_pool(1))
-    store(storages)
-    purges = [storage.erase(Erasure()) for storage in reversed(storages)]
-    assert all(is_true(purge, TIMEOUT_S) for purge in purges)
-    assert [load(storage) for storage in storages] == [[False] * 3] * 2
 
 
 @pytest.mark.parametrize("reason", ["the weights are gone", ""])
