@@ -93,7 +93,7 @@ SHARED: dict[str, tuple[list[StoreShare], int, dict[int, int]]] = {
 
 
 @pytest.mark.parametrize(("members", "granted", "asked"), SHARED.values(), ids=SHARED)
-def test_what_is_free_is_granted_and_what_lacks_asked(
+def test_free_is_granted_and_lacking_is_asked(
     members: list[StoreShare], granted: int, asked: dict[int, int]
 ) -> None:
     named = {str(number): one for number, one in enumerate(members)}
