@@ -18,6 +18,7 @@ from sglang_tiered_kernels.pod_attention import (
     reference_pod_attention,
 )
 
+PADDING = 3
 # Small tiles, so that a few tokens make many of them.
 SMALL = PodConfig("small", block_m=32, block_n=32, block_n_decode=32, split_len=64)
 # Of float64, relative to the largest output: p is rounded to the query's dtype before the second
@@ -39,7 +40,7 @@ def shape_of(
 @dataclass
 class Case:
     """extend_lens, prefix_lens: per row. The tensors are those of ``pod_attention``; ``out`` is
-    NaN. q and out have ``padding`` tokens beyond the batch's, NaN too."""
+    NaN. q and out have ``PADDING`` tokens beyond the batch's, NaN too."""
 
     shape: PodShape
     extend_lens: list[int]
@@ -84,8 +85,6 @@ def make_case(
     shape: PodShape | None = None,
     *,
     window: int = -1,
-    index_dtype: torch.dtype = torch.int64,
-    padding: int = 3,
     seed: int = 0,
 ) -> Case:
     """Pages in random order with as many dead ones between them. Slots that a row does not use, and
@@ -111,7 +110,7 @@ def make_case(
         indices.append(slots)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     tokens = sum(extend_lens)
-    q = torch.randn(tokens + padding, shape.num_q_heads, shape.head_dim, generator=generator)
+    q = torch.randn(tokens + PADDING, shape.num_q_heads, shape.head_dim, generator=generator)
     q[tokens:] = math.nan
     return Case(
         shape,
@@ -123,7 +122,7 @@ def make_case(
         caches[1].to(shape.kv_dtype),
         torch.full_like(q, math.nan).to(shape.q_dtype),
         starts.int(),
-        torch.cat([*indices, torch.zeros(0, dtype=torch.int64)]).to(index_dtype),
+        torch.cat([*indices, torch.zeros(0, dtype=torch.int64)]),
     )
 
 

@@ -191,15 +191,6 @@ def test_ties_do_not_herd() -> None:
     assert max(taken.values()) < 160
 
 
-def test_work_that_was_sent_counts_before_a_report() -> None:
-    states, sent = idle(4), []
-    for _ in range(4):
-        server, expected = chosen(states, 4000)
-        states[server].reserve(0.0, expected.work_s)
-        sent.append(server)
-    assert sorted(sent) == [0, 1, 2, 3]
-
-
 @given(
     st.lists(st.tuples(states, holdings), min_size=1, max_size=12),
     st.integers(1, 8000),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 import itertools
 import json
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.talks import make_request
 from sglang_tiered.errors import TraceError
 from sglang_tiered_lab.trace import mooncake
 from sglang_tiered_lab.trace.blocks import with_block_tokens
@@ -102,6 +104,11 @@ def test_prompts_share_exactly_the_blocks_that_ids_share(
         assert common >= min(blocks * BLOCK_TOKENS, one.input_length, other.input_length)
         if min(len(tokens), len(others)) >= blocks * BLOCK_TOKENS + 10:
             assert common < blocks * BLOCK_TOKENS + 10
+
+
+def test_every_process_makes_the_same_tokens() -> None:
+    tokens = prompt_tokens(make_request((7, 8)), seed=5)
+    assert hashlib.sha256(bytes(tokens.tolist())).hexdigest().startswith("c1e3124d3933a7ee")
 
 
 json_values = st.recursive(

@@ -40,7 +40,7 @@ def plan_of(rows: list[tuple[int, int]], **options: object) -> PodPlan:
 
 @settings(max_examples=150, deadline=None)
 @given(rows=ROWS, config=CONFIGS, window=WINDOWS)
-def test_every_query_has_one_unit_at_its_position(
+def test_every_query_and_key_is_in_one_unit(
     rows: list[tuple[int, int]], config: PodConfig, window: int
 ) -> None:
     plan = plan_of(rows, config=config, window=window)
@@ -63,14 +63,6 @@ def test_every_query_has_one_unit_at_its_position(
     decoded = set(plan.decode_units[:, 0].tolist())
     assert decoded == {i for i, row in enumerate(rows) if is_decode_row(*row)}
     assert prefilled == {i for i, row in enumerate(rows) if row[0] and not is_decode_row(*row)}
-
-
-@settings(max_examples=150, deadline=None)
-@given(rows=ROWS, config=CONFIGS, window=WINDOWS)
-def test_every_visible_decode_key_is_in_one_split(
-    rows: list[tuple[int, int]], config: PodConfig, window: int
-) -> None:
-    plan = plan_of(rows, config=config, window=window)
     partials: dict[int, list[int]] = {}
     for row, (extend, prefix) in enumerate(rows):
         units = plan.decode_units[plan.decode_units[:, 0] == row]

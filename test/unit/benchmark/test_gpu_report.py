@@ -1,4 +1,5 @@
-"""The GPU report keeps its time and what it has learnt, whatever a part does."""
+"""The GPU report keeps its time and what it has learnt, whatever a part does; what is packed for it
+is what a server there imports."""
 
 from __future__ import annotations
 
@@ -6,14 +7,16 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpu_report import command
+from gpu_report import command, pack, unpack
 from gpu_report.command import PARTS, PartOf
+from kit.commands import ran
 
 HEAD = """
 import argparse, json, os, signal, subprocess, sys
@@ -91,3 +94,26 @@ def test_failed_part_says_why_and_others_run(
     with tarfile.open(tmp_path / "out" / "report.tgz") as archive:
         names = archive.getnames()
     assert {f"report/{part}.{kind}" for part in parts for kind in ("jsonl", "log")} <= {*names}
+
+
+def test_unpacked_packages_are_found_with_our_entry_points(tmp_path: Path) -> None:
+    """Unpacked as on the machine, by the standard library alone; a shell is told where."""
+    site, carried, place = (tmp_path / name for name in ("site", "carried", "place"))
+    carried.mkdir()
+    place.mkdir()
+    for name in ("numpy/__init__.py", "sglang/srt/utils.py", "IPython/core.py"):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text("x = 1\n")
+    pack.pack_site(site, carried / "site.tar.xz", unpack.VERSION)
+    # -I: no package is needed.
+    line = f'eval "$({sys.executable} -I {unpack.__file__} {carried})" && env -0'
+    given = {"PATH": os.environ["PATH"], "TMPDIR": str(place)}
+    said = ran("bash", "-c", line, env=given, check=True).stdout
+    exported = dict(one.split("=", 1) for one in said.split("\0") if "=" in one)
+    ask = (
+        "import importlib.metadata as m, numpy, IPython.display; print(numpy.__file__, "
+        "*sorted(p.value for p in m.entry_points(group='sglang.srt.platforms')))"
+    )
+    told = ran(exported["PYTHON"], "-S", "-c", ask, env=exported, check=True).stdout.split()
+    assert Path(told[0]).is_relative_to(place)
+    assert told[1:] == ["sglang_tiered.integration.plugin:activate_platform"]

@@ -1,4 +1,4 @@
-"""What the scenarios of paced disks and of many users decide before anything is divided."""
+"""What scenarios of the serving benchmark decide before anything is divided."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from kit.samples import sample
 from serving_bench.balanced import ideal_s, paced_bytes_per_s, prefill_s_per_token
 from serving_bench.paced_disk import Read, achieved_bytes_per_s
 from serving_bench.regret import regrets
+from serving_bench.same_turn import COMPUTED, found_in
+from serving_bench.setting import PAGE_SIZE
 from serving_bench.systems import ALWAYS
 from serving_bench.users import BUSY, think_s
 
@@ -50,3 +52,28 @@ def test_regret_is_over_the_better_of_both() -> None:
         "stock": [sample(ttft_s=2.0), sample(ttft_s=0.9)],
     }
     assert regrets(taken) == pytest.approx([1.1, 1.0])
+
+
+HISTORY = 2 * PAGE_SIZE
+
+
+@pytest.mark.parametrize(
+    ("cached", "loaded", "place"),
+    [
+        ({}, {}, COMPUTED),
+        ({"device": HISTORY}, {}, "device"),
+        ({"host": HISTORY}, {"nvme": 1}, "host"),
+        ({"storage": HISTORY}, {"nvme": 2, "peer": 0}, "nvme"),
+        ({"storage": HISTORY}, {"nvme": 1, "peer": 2}, "peer"),  # and a probe of the disk
+        ({"storage": HISTORY}, {"bucket": 2}, "bucket"),
+        ({"storage": HISTORY}, {"nvme": 2, "peer": 2}, None),
+        ({"storage": HISTORY}, {"nvme": 1, "peer": 1}, None),
+        ({"storage": PAGE_SIZE}, {"nvme": 2}, None),
+        ({"host": PAGE_SIZE, "storage": PAGE_SIZE}, {"nvme": 1}, None),
+    ],
+)
+def test_a_place_is_one_that_served_all(
+    cached: dict[str, int], loaded: dict[str, int], place: str | None
+) -> None:
+    asked = sample(reusable=HISTORY, output=(1,), **cached)
+    assert found_in(asked, loaded, HISTORY) == place

@@ -65,33 +65,31 @@ def test_segments_cover_all_in_whole_pages() -> None:
     assert len(bounds) <= 16
 
 
-@pytest.mark.parametrize("ratio", [0.25, 0.57, 1.0, 2.0])
-def test_both_ends_begin_where_loads_compare_with_prefill(ratio: float) -> None:
-    bounds = planned(ratio)
-    assert bounds is not None and bounds[-1] == HELD
-
-
 @pytest.mark.parametrize(
-    ("ratio", "more"), [(0.001, {}), (100.0, {}), (1.0, {"num_held": 256, "num_new": 300})]
+    ("ratio", "more", "begins"),
+    [
+        (0.25, {}, True),
+        (0.001, {}, False),
+        (100.0, {}, False),
+        (1.0, {"num_held": 256, "num_new": 300}, False),
+        # A slow load gains even so, since computing all would hold up the others longer.
+        (0.57, {"num_others": 1}, False),
+        (2.0, {"num_others": 1}, True),
+        (2.0, {"num_others": 3}, True),
+        (0.25, {"num_others": 3}, False),
+    ],
 )
-def test_one_end_stays_where_it_suffices(ratio: float, more: dict[str, int]) -> None:
-    assert planned(ratio, **more) is None
-
-
-@pytest.mark.parametrize(
-    ("ratio", "num_others", "begins"),
-    [(0.57, 1, False), (2.0, 1, True), (2.0, 3, True), (0.25, 3, False)],
-)
-def test_front_is_priced_for_whom_it_holds_up(ratio: float, num_others: int, begins: bool) -> None:
-    """A slow load gains even so, since computing all would hold up the others longer."""
-    assert (planned(ratio, num_others=num_others) is not None) == begins
+def test_both_ends_begin_where_one_is_slower(
+    ratio: float, more: dict[str, int], begins: bool
+) -> None:
+    assert (planned(ratio, **more) is not None) == begins
 
 
 @pytest.mark.parametrize("ratio", [0.57, 1.0, 2.0])
 def test_first_chunk_ends_where_the_back_arrives(ratio: float) -> None:
     """``P * L / (P + L)`` of the prefill, to a segment."""
     model, bounds = costs(ratio), planned(ratio)
-    assert bounds is not None
+    assert bounds is not None and bounds[-1] == HELD
     end = end_of_chunk(model, back_of(bounds), 0)
     assert end is not None
     assert end == pytest.approx(HELD * ratio / (1 + ratio), abs=HELD / 16 + PAGE)

@@ -1,12 +1,22 @@
-"""A request's wait is what is ahead of it, at the speed at which the queue really moves."""
+"""A request's wait is what is ahead of it, at the speed at which the queue really moves; the busy
+share is what a ruler over the batches measures."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang_tiered.policy.queue_wait import HALF_LIFE, MAX_RANKS, QueuePlace, QueueWait
+from sglang_tiered.policy.queue_wait import (
+    HALF_LIFE,
+    MAX_RANKS,
+    WINDOW_S,
+    PrefillWork,
+    QueuePlace,
+    QueueWait,
+)
 
 
 @pytest.mark.parametrize("slowness", [0.25, 8.0])
@@ -46,16 +56,6 @@ def test_a_request_adds_what_those_before_it_did() -> None:
         queue.leaves(aborted)
         assert 0.1 <= queue.service_s <= 0.3
     assert queue.service_s == pytest.approx(0.2, rel=0.05)
-
-
-def test_priority_that_nobody_has_any_more_costs_nothing() -> None:
-    queue = QueueWait()
-    queue.arrives(None, 0.1, 0.0, is_busy=True)
-    for rank in range(1, 100):
-        queue.admitted(queue.arrives(None, 0.1, 0.0, is_busy=True, rank=rank), 0.0)
-    assert list(queue._ranks) == [0]
-    behind = queue.arrives(None, 0.1, 0.0, is_busy=True, rank=5)
-    assert queue._ahead_of(behind.equals, behind) == pytest.approx(0.1)
 
 
 def test_higher_priority_waits_for_its_equals_alone() -> None:
@@ -125,3 +125,53 @@ def test_books_of_the_queue_balance(events: list[tuple[str, int, float]], has_ra
     for place in places.values():
         queue.leaves(place)
     assert queue.longest_s(is_busy=False) == 0.0
+
+
+# ---- What runs ----
+
+
+steps = st.lists(
+    st.tuples(st.floats(0, 4), st.floats(0, 25), st.integers(1, 3)), min_size=1, max_size=12
+)
+
+
+@given(st.integers(0, 10**6), steps, st.floats(0, 30))
+def test_busy_share_equals_the_measured_overlap(
+    start: int, pauses: list[tuple[float, float, int]], rest_s: float
+) -> None:
+    """Of the batch under way too."""
+    work, now = PrefillWork(), float(start)
+    batches: list[tuple[float, float]] = []
+
+    def measured(at: float) -> Any:
+        first = int(at) - WINDOW_S + 1  # of the seconds in the window
+        overlaps_s = (max(0.0, min(end, at) - max(begun, first)) for begun, end in batches)
+        return pytest.approx(min(1.0, sum(overlaps_s) / max(at - first, 1e-9)), abs=1e-6)
+
+    for pause_s, takes_s, num_at_once in pauses:
+        now += pause_s
+        for _ in range(num_at_once):
+            work.launched(takes_s, now)
+        for _ in range(num_at_once):
+            batches.append((now, now + takes_s))
+            within = now + takes_s / 3
+            assert work.busy_share(within) == measured(within)
+            now += takes_s
+            work.ended(now)
+    assert work.busy_share(now + rest_s) == measured(now + rest_s)
+    assert not work.is_running
+
+
+def test_what_is_left_follows_launches_and_ends() -> None:
+    work = PrefillWork()
+    assert work.left_s(5.0) == 0.0
+    work.launched(2.0, 5.0)
+    work.launched(3.0, 5.5)
+    assert work.left_s(6.0) == 4.0
+    assert work.left_s(9.0) == 3.0, "a late batch took the next one's time"
+    work.ended(9.0)
+    assert work.left_s(10.0) == 2.0
+    work.ended(10.0)
+    assert work.left_s(10.0) == 0.0
+    work.ended(11.0)  # of a batch that was not noted
+    assert not work.is_running

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kit.books import check_spill_queue
 from kit.clock import Clock
 from sglang_tiered.policy.spill import (
     HIGH_SHARE,
@@ -38,35 +37,6 @@ def store(node: str, num_tokens: int) -> NodeStore[str]:
 def take(queue: SpillQueue[str], *, loads_wait: bool = False) -> str | None:
     taken = queue.take_next_node(loads_wait=loads_wait)
     return None if taken is None else taken.node
-
-
-def take_all(queue: SpillQueue[str]) -> list[str]:
-    """Every node in turn, on a disk that is done at once."""
-    nodes = []
-    while (node := take(queue)) is not None:
-        nodes.append(node)
-    return nodes
-
-
-def test_returned_goes_first_then_what_waited_longest(queue: SpillQueue[str]) -> None:
-    for node in ("a", "b", "c", "d"):
-        queue.add_node(store(node, 10), returned=node == "c")
-    queue.promote_node("b")
-    queue.promote_node("unknown")
-    assert take_all(queue) == ["c", "b", "a", "d"]
-    check_spill_queue(queue)
-
-
-def test_node_added_again_never_loses_its_place(queue: SpillQueue[str]) -> None:
-    for node in ("a", "b", "a"):
-        queue.add_node(store(node, 10), returned=False)
-    assert queue.waiting_tokens == 20
-    queue.add_node(store("a", 4), returned=False)
-    assert queue.waiting_tokens == 14 and queue.waiting() == ["a", "b"]
-    queue.add_node(store("b", 10), returned=True)
-    assert take(queue) == "b"
-    assert queue.take_next_node(loads_wait=False) == store("a", 4), "its new length"
-    check_spill_queue(queue)
 
 
 @pytest.mark.parametrize(("size", "num_begun"), [(HOST, 2), (HOST // 2, 2), (FLOOR // 3, 3)])
@@ -126,16 +96,3 @@ def test_watermarks_decide_how_fast_stores_go_beside_loads(
         queue.note_flight(taken, store(f"{taken}", size))
         taken += 1
     assert taken == num_taken
-
-
-def test_node_stays_under_way_until_its_last_end(queue: SpillQueue[str]) -> None:
-    queue.add_node(store("a", 10), returned=False)
-    assert queue.is_under_way("a")
-    assert take(queue) == "a" and not queue.is_under_way("a")
-    queue.note_flight(1, store("a", 6))
-    queue.note_flight(2, store("a", 10))
-    queue.end_flight(1)
-    assert queue.is_under_way("a") and queue.flight_tokens == 10
-    queue.end_flight(2)
-    assert not queue.is_under_way("a") and not queue.has_flights
-    check_spill_queue(queue)

@@ -159,23 +159,41 @@ async def elsewhere(_: web.Request) -> web.Response:
     raise web.HTTPFound("/ready")
 
 
+async def tells_its_part(_: web.Request) -> web.Response:
+    told = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998}
+    return web.json_response({"error": "no costs", **told}, status=404)
+
+
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("costs", "info", "role", "problem"),
     [
-        pytest.param(packed, "no answer of", id="it is not unpacked"),
-        pytest.param(elsewhere, "answers 302", id="nobody sends the picker elsewhere"),
-        pytest.param({"rank": 1 << 40}, "no answer of", id="or makes it count for ever"),
-        pytest.param(401, "refuses the key; pass --server-key-file", id="a key"),
-        pytest.param(500, "answers 500", id="a failure"),
+        pytest.param(packed, None, "", "no answer of", id="it is not unpacked"),
+        pytest.param(elsewhere, None, "", "answers 302", id="nobody sends the picker elsewhere"),
+        pytest.param({"rank": 1 << 40}, None, "", "no answer of", id="nor counts it for ever"),
+        pytest.param(401, None, "", "refuses the key; pass --server-key-file", id="a key"),
+        pytest.param(500, None, "", "answers 500", id="a failure"),
+        (tells_its_part, 401, "prefill", ""),
+        (404, {"disaggregation_mode": "decode"}, "decode", ""),
+        (404, {}, "", ""),
+        (404, 404, "", ""),
+        (404, 401, "", "does not say without a key which part it has"),
+        (404, 503, "", "answers 503 to /server_info"),
     ],
 )
-def test_what_is_no_answer_leaves_it_out(followed: Followed, answer: Any, said: str) -> None:
-    followed.server.costs = answer
-    eventually(lambda: said in followed.member.problem)
-    assert not followed.member.is_ready(followed.fleet._clock())
-    assert not followed.server.paths, "nothing else was asked"
+def test_no_answer_leaves_out_no_costs_do_not(
+    followed: Followed, costs: Any, info: Any, role: str, problem: str
+) -> None:
+    """A server without costs told some before its restart, of which neither price nor role is kept.
+    A half that counts as a whole server is sent what it cannot answer."""
+    followed.server.info, followed.server.costs = info, costs
+    eventually(lambda: not followed.member.replicas or followed.member.problem)
+    followed.wait_until_asked(2)
+    assert problem in followed.member.problem and bool(problem) != followed.member.is_up
+    assert followed.member.role == (role or "aggregated")
+    assert followed.member.bootstrap_port == (8998 if role == "prefill" else None)
+    assert bool(followed.server.paths) == (info is not None), "nothing else was asked"
     followed.server.costs = {}
-    eventually(lambda: followed.member.is_up)
+    eventually(lambda: followed.member.is_up and followed.member.replicas)
 
 
 def test_nonsense_about_events_is_tried_again(
@@ -188,38 +206,6 @@ def test_nonsense_about_events_is_tried_again(
     pages.store(DEVICE, [1])
     eventually(lambda: len(pages) == 0)
     assert followed.member.is_up
-
-
-# ---- Without costs ----
-
-
-async def tells_its_part(_: web.Request) -> web.Response:
-    told = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998}
-    return web.json_response({"error": "no costs", **told}, status=404)
-
-
-@pytest.mark.parametrize(
-    ("costs", "info", "role", "problem"),
-    [
-        (tells_its_part, 401, "prefill", ""),
-        (404, {"disaggregation_mode": "decode"}, "decode", ""),
-        (404, {}, "aggregated", ""),
-        (404, 404, "aggregated", ""),
-        (404, 401, "aggregated", "does not say without a key which part it has"),
-        (404, 503, "aggregated", "answers 503 to /server_info"),
-    ],
-)
-def test_server_without_costs_tells_its_part(
-    followed: Followed, costs: Any, info: Any, role: str, problem: str
-) -> None:
-    """It told some before its restart, of which neither price nor role is kept. A half that counts
-    as a whole server is sent what it cannot answer."""
-    followed.server.info, followed.server.costs = info, costs
-    eventually(lambda: not followed.member.replicas or followed.member.problem)
-    followed.wait_until_asked(2)
-    assert problem in followed.member.problem and bool(problem) != followed.member.is_up
-    assert followed.member.role == role
-    assert followed.member.bootstrap_port == (8998 if role == "prefill" else None)
 
 
 def test_half_without_its_other_takes_nothing(tmp_path: Path) -> None:

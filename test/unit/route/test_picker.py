@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from kit.cost_records import record_of
 from sglang_tiered.policy.cost_model import CostModel, PrefillCost
 from sglang_tiered.policy.routing import Held, RequestClass, ServerState
 from sglang_tiered.policy.server_costs import DecodeLoad, Room, Waiting
+from sglang_tiered.route.ext_proc import FULL_DUPLEX, Decider, Request, process
 from sglang_tiered.route.fleet import Fleet, Member
 from sglang_tiered.route.picker import Picked, Picker, Refused
-from sglang_tiered.route.prompt import Prompt
+from sglang_tiered.route.prompt import Prompt, TokenReader
+from sglang_tiered.route.record import Numbers
 from sglang_tiered.route.replicas import DEVICE, DISK, Replica
-from sglang_tiered.route.settings import Source
+from sglang_tiered.route.settings import Classes, Source
 
 PAGE = 64
 
@@ -188,16 +191,6 @@ def test_pairs_stand_in_where_the_rest_failed(world: World) -> None:
     assert (again.prefill, again.targets) == (prefill, [decode])
 
 
-def test_silent_or_unwanted_servers_are_not_picked(world: World) -> None:
-    first, second = world.add(), world.add()
-    assert world.pick(prompt_of(), subset={second.address}).targets == [second]
-    first.seen_s -= 60.0
-    assert world.pick(prompt_of()).targets == [second]
-    second.is_up = False
-    refused = world.picker.pick(prompt_of(), PLAIN)
-    assert isinstance(refused, Refused) and refused.status == 503
-
-
 def test_nvme_of_others_counts_within_a_namespace(world: World) -> None:
     first, second = world.add(server="aa"), world.add(server="bb", queue_wait_s=9.0)
     prompt = prompt_of()
@@ -299,9 +292,11 @@ def test_servers_that_are_all_late_are_picked(world: World) -> None:
     assert world.pick(prompt_of()).targets == [late]
     ready = world.add()
     assert world.pick(prompt_of()).targets == [ready]
+    assert world.pick(prompt_of(), subset={late.address}).targets == [late]
     ready.is_up = False
     world.clock.now += 60.0
-    assert isinstance(world.picker.pick(prompt_of(), PLAIN), Refused)
+    refused_all = world.picker.pick(prompt_of(), PLAIN)
+    assert isinstance(refused_all, Refused) and refused_all.status == 503
 
 
 @pytest.mark.parametrize("late", ["prefill", "decode"])
@@ -323,3 +318,37 @@ def test_id_used_again_keeps_its_failover(world: World, request_id: str) -> None
         retried = world.pick(prompt_of(), request=request_id, is_retry=True)
         assert retried.targets[0] is busy
     assert sum(map(len, world.picker._tried)) <= 128
+
+
+# ---- Asked by a gateway, message by message ----
+
+
+def test_body_that_ends_with_trailers_is_picked_for(world: World) -> None:
+    """Its last chunk does not say that it is the last. No byte of a header evades the pick."""
+    head, body, end = Request(), Request(), Request()
+    head.protocol_config.request_body_mode = FULL_DUPLEX
+    head.request_headers.end_of_stream = False
+    head.request_headers.headers.headers.add(key="x-request-id", raw_value=b"\xff")
+    body.request_body.body = b'{"prompt": [1, 2]}'
+    end.request_trailers.SetInParent()
+    member = world.add(is_priced=False)
+
+    async def messages() -> AsyncIterator[Any]:
+        for message in (head, body, end):
+            yield message
+
+    async def run() -> list[Any]:
+        reader = TokenReader(None, world.fleet.tokenize, 5.0)
+        decider = Decider(reader, world.picker, Classes(None), Numbers())
+        try:
+            return [one async for one in process(decider, messages(), None)]
+        finally:
+            reader.close()
+
+    answers = asyncio.run(run())
+    kinds = [one.WhichOneof("choice") for one in answers]
+    assert kinds == ["request_headers", "request_body", "request_trailers"]
+    part = answers[1].request_body.response.body_mutation.streamed_response
+    assert (part.body, part.end_of_stream) == (body.request_body.body, False)
+    inner = answers[0].dynamic_metadata.fields["envoy.lb"].struct_value
+    assert inner["x-gateway-destination-endpoint"] == member.address

@@ -13,6 +13,7 @@ from sglang_tiered_lab.trace.cluster import POLICIES
 from sglang_tiered_lab.trace.cluster.outcome import Outcome
 from sglang_tiered_lab.trace.cluster.plan import Change, Member, Plan
 from sglang_tiered_lab.trace.cluster.profiles import load_profiles
+from sglang_tiered_lab.trace.cluster.server import Job
 from sglang_tiered_lab.trace.cluster.simulation import Simulation, run_cluster
 from sglang_tiered_lab.trace.replay.server import Request
 
@@ -125,3 +126,25 @@ def test_predicted_admission_sheds_the_last_class_only() -> None:
     assert shed.num_shed > 0
     assert (np.isnan(shed.ttft_s) <= (shed.priority == 1)).all()
     assert admitted("soft").num_shed > 0
+
+
+@pytest.mark.parametrize("policy", ["cost", "oracle", "dynamo", "llm-d"])
+def test_no_router_hears_how_long_answers_will_be(policy: str) -> None:
+    """Requests that wait behind a full device and differ in their answers alone are one."""
+
+    def job(number: int, now_s: float, first: int, count: int, answer: int = 2) -> Job:
+        units = range(first, first + count)
+        return Job(number, Request(0.0, UNIT * count, answer, units, False), 0, now_s)
+
+    picks = []
+    for answer in (2, 30_000):
+        crowd = [job(n, 0.0, 1000 * n, 300, answer) for n in range(12)]
+        run = Simulation(plan(policy, BOTH * 3), [one.request for one in crowd])
+        for one in crowd:
+            run._send(one, 0.0)
+        run._poll(0.2)
+        run.books.report(0.2)
+        states = [(state.free_s, state.record.busy, state.num_others) for state in run.books.states]
+        news = [job(99, 0.2, 50_000 + 100 * n, 40) for n in range(6)]
+        picks.append((states, [run.router.choose(one, 0.2) for one in news]))
+    assert picks[0] == picks[1]

@@ -1,4 +1,5 @@
-"""What people have: each form of conversations and of traces is read to what is in it."""
+"""What people have: each form of conversations and of traces is read to what is in it, and what is
+damaged costs no more than itself."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from sglang_tiered_lab.trace.reuse import measure
 from sglang_tiered_lab.trace.tally import Tally
 
 
-def read(path: Path, content: Any, **options: Any) -> tuple[list[TraceRequest], Tally]:
+def read(path: Path, content: Any, **how: Any) -> tuple[list[TraceRequest], Tally]:
     if isinstance(content, list):
         content = "".join(json.dumps(row) + "\n" for row in content)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    tally = Tally()
-    return list(read_trace(path, tally=tally, **options)), tally
+    path.write_text(content)
+    tally = Tally(**how)
+    return list(read_trace(path, tally=tally)), tally
 
 
 def blocks(ids: list[Any], length: float, second: int = 0, **others: Any) -> dict[str, Any]:
@@ -119,6 +120,35 @@ def test_a_bad_line_is_named_in_one_sentence(tmp_path: Path, line: str) -> None:
         next(requests)
     assert str(caught.value).endswith(".")
     assert "\n" not in str(caught.value)
+
+
+def chat(*turns: tuple[Any, Any]) -> dict[str, Any]:
+    return {"id": "a", "conversations": [{"from": who, "value": text} for who, text in turns]}
+
+
+TALK = chat(("human", "hi"), ("gpt", "hello"), ("human", "more"), ("gpt", "no"))
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ([], "its list of conversations is empty"),
+        ({"conversations": [{"from": "human"}]}, "no 'value' or 'content' or 'text'"),
+        ({"conversations": [{"value": "x"}]}, "a message has no 'from' or 'role': message 1"),
+        (chat(("human", "hi")), "its last question has no answer"),
+        (chat(("gpt", "hi")), "begins with an answer"),
+    ],
+)
+def test_a_bad_conversation_costs_no_other(tmp_path: Path, row: Any, what: str) -> None:
+    path = tmp_path / "trace.json"
+    text = "[\n" + ",\n".join(map(json.dumps, (TALK, row, TALK))) + "]"
+    requests, tally = read(path, text, allow_dropped=True)
+    assert len(requests) == 4
+    assert (tally.num_rows, tally.num_skipped, tally.num_repaired) == (3, 1, 0)
+    with pytest.raises(TraceError, match=what) as caught:
+        list(read_trace(path))
+    assert str(caught.value).startswith(f"row 2 (line 3) of {path} is not a ShareGPT request (")
+    assert str(caught.value).endswith("; repair or remove it, or read without --strict.")
 
 
 def test_bailian_ids_name_contents_by_sixteen(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""``stat`` counts what is stored, says who uses it, and leaves it as it is."""
+"""``stat`` counts what is stored and says who uses it. Looking changes nothing, and commands no
+terminal."""
 
 from __future__ import annotations
 
@@ -16,11 +17,17 @@ import pytest
 
 from kit.commands import Cli
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run
-from kit.stores import REGION, SIZES, keep, keep_again, open_engine
+from kit.stores import REGION, SIZES, digest, keep, keep_again, open_engine
 from sglang_tiered.storage.base import Erasure
 from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.directory import STORE_VERSION, prepare, shard_path
-from sglang_tiered.storage.region.format import ERASED_NAME, LOCK_NAME, PAGE_SIZES_NAME
+from sglang_tiered.storage.region.format import (
+    ERASED_NAME,
+    LOCK_NAME,
+    MANIFEST_NAME,
+    PAGE_SIZES_NAME,
+    region_name,
+)
 from sglang_tiered.storage.region.notes import PageSize, with_page_size
 from sglang_tiered.tools.store.scan import ScannedRegion, ShardReader, find_holder
 
@@ -137,3 +144,43 @@ def test_an_erase_log_unread_is_one_sentence(
 
     monkeypatch.setattr(FileReader, "read_file", read)
     assert "which says what was erased, cannot be read" in cli(command, tier).refusal
+
+
+# ---- Every command ----
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["stat", "stat --json", "stat --jobs 3", "verify --jobs 1", "verify --jobs 3", "dump"],
+)
+def test_looking_changes_nothing(cli: Cli, tier: Path, words: str) -> None:
+    before = digest(tier)
+    command, *flags = words.split()
+    assert cli(command, tier, *flags).code == 0
+    if command == "dump":
+        key, output = make_run(0, SIZES).keys[0].hex(), tier.parent / "page.bin"
+        assert cli("dump", tier, "--extract", key, "--output", output).code == 0
+    assert digest(tier) == before
+
+
+@pytest.mark.parametrize("command", ["stat", "verify", "dump"])
+@pytest.mark.parametrize("name", ["thesis.tex", MANIFEST_NAME], ids=["foreign", "FIFO"])
+def test_a_directory_without_store_is_refused_untouched(
+    cli: Cli, tmp_path: Path, command: str, name: str
+) -> None:
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "directory" / name)
+    before = digest(tmp_path)
+    assert (
+        f"holds {name!r}, not a tier store's file" in cli(command, tmp_path / "directory").refusal
+    )
+    assert digest(tmp_path) == before
+
+
+def test_names_that_would_command_a_terminal_are_escaped(cli: Cli, tier: Path, shard: Path) -> None:
+    os.mkfifo(shard / region_name(9))
+    evil = tier.rename(tier.parent / "\x1b[2J\udcff")
+    for command in ("stat", "verify"):
+        outcome = cli(command, evil)
+        assert "\x1b" not in outcome.out + outcome.err
+        assert json.loads(cli(command, evil, "--json").out)
