@@ -48,7 +48,6 @@ ASYNCHRONOUS = {
     "test_disaggregation_kinds": _FORWARDS | {"receive"},
     "test_families": _COPIES,
     "test_features": _COPIES,
-    "test_forgets": _COPIES,
     "test_object_tier": _COPIES,
     "test_peer_tier": _COPIES,
     "test_small_host": _COPIES | {"h2d", "store", "load"},
