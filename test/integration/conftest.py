@@ -10,7 +10,7 @@ import random
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import report
 from kit.openapi import check_answer
 from kit.small_model import write_small_model
 from prefill_decode import ENVIRONMENT
-from server_process import Server
+from server_process import Answer, Server
 
 if TYPE_CHECKING:
     from zygote import ForkedProcess, Zygotes
@@ -52,7 +52,6 @@ ASYNCHRONOUS = {
     "test_peer_tier": _COPIES,
     "test_small_host": _COPIES | {"h2d", "store", "load"},
     "test_spilling": _COPIES,
-    "test_shared_pages": _COPIES,
     "test_tensor_parallel": _COPIES,
     "test_tiers": _COPIES,
 }
@@ -247,6 +246,10 @@ def ask(server: Server, path: str, body: Any = None) -> tuple[int, Any]:
     if path.startswith("/tier/"):
         check_answer("GET" if body is None else "POST", path, status, answer)
     return status, answer
+
+
+def outputs(answers: Iterable[Answer]) -> list[list[int]]:
+    return [answer.output_ids for answer in answers]
 
 
 def residency(server: Server, prompt: list[int], **whose: str) -> dict[str, int]:
