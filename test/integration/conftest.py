@@ -139,11 +139,9 @@ def stock(
             *("--tier-mode", "off", "--max-total-tokens", "16384", "--enable-streaming-session"),
             environment=ENVIRONMENT,
         )
-    try:
+    with server:
         server.wait_until_it_generates()
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -203,14 +201,6 @@ class Disk:
         new = self.file.with_suffix(".new")
         new.write_text(json.dumps(orders))
         new.replace(self.file)
-
-    @contextlib.contextmanager
-    def slow(self, seconds: float) -> Iterator[None]:
-        self.order(read_s=seconds)
-        try:
-            yield
-        finally:
-            self.order()
 
 
 @pytest.fixture(scope="module")
