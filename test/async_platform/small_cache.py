@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from contextlib import ExitStack
     from pathlib import Path
 
@@ -49,21 +49,8 @@ def make_pool(num_pages: int, page_size: int, *, layers: int, heads: int, dim: i
     return PagedTokenToKVPoolAllocator(size, page_size, torch.float32, "cpu", pool, False)
 
 
-def make_cache(
-    folder: str,
-    held: ExitStack,
-    *,
-    rank: int = 0,
-    shape: tuple[int, int] = (PAGES, LAYERS),
-    rows: tuple[int, int] = (4, 512),
-    host_bytes: int = 8 << 20,
-    both_ends: bool = False,
-    arguments: Mapping[str, Any] | None = None,
-    **groups: Any,
-) -> Any:
-    """``rank``: among all. ``shape``: pages and layers of the device; ``rows``: requests at once,
-    and tokens of each. ``arguments``: of the server, beside those that all have. ``groups``: of
-    this rank, by their names in ``CacheInitParams``."""
+def make_cache(folder: str, held: ExitStack, *, rank: int = 0, **groups: Any) -> Any:
+    """``rank``: among all. ``groups``: of this rank, by their names in ``CacheInitParams``."""
     import torch
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -77,39 +64,34 @@ def make_cache(
     from sglang_tiered.integration.identity import namespace
 
     num_ranks = torch.distributed.get_world_size() if groups else 1
-    sizes = {"capacity_bytes": 256 * MiB, "region_bytes": 4 * MiB}
-    nvme = NvmeConfig(directory=folder, both_ends=both_ends, **sizes)
+    nvme = NvmeConfig(directory=folder, capacity_bytes=256 * MiB, region_bytes=4 * MiB)
     config = TieredConfig(
-        mode=TierMode.NVME, host_bytes=num_ranks * host_bytes, nvme=nvme, num_ranks=num_ranks
+        mode=TierMode.NVME, host_bytes=num_ranks * 8 * MiB, nvme=nvme, num_ranks=num_ranks
     )
     config.to_environment(os.environ)
     namespace.server_identity = lambda config: {"model": "m"}
-    server = ServerArgs(
+    arguments = ServerArgs(
         model_path="dummy",
         page_size=PAGE,
         hicache_io_backend="direct",
         hicache_mem_layout="page_first_direct",
         hicache_write_policy="write_through",
         **storage_flags(),
-        **(arguments or {}),
     )
-    server._mamba_cache_chunk_size = 64
-    set_global_server_args_for_scheduler(server)
+    set_global_server_args_for_scheduler(arguments)
     sizes = dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), num_ranks)
     ranks = {"tp_rank": rank, "attn_tp_rank": rank, "pp_rank": 0, "pp_size": 1}
-    ranks |= {"attn_cp_rank": 0, "dp_size": 1, "pp_max_micro_batch_size": 64}
     held.enter_context(get_parallel().override(**sizes, **ranks))
-    num_pages, layers = shape
     params = CacheInitParams(
-        req_to_token_pool=ReqToTokenPool(*rows, "cpu", False),
-        token_to_kv_pool_allocator=make_pool(num_pages, PAGE, layers=layers, heads=HEADS, dim=DIM),
+        req_to_token_pool=ReqToTokenPool(4, 512, "cpu", False),
+        token_to_kv_pool_allocator=make_pool(PAGES, PAGE, layers=LAYERS, heads=HEADS, dim=DIM),
         page_size=PAGE,
         disable=False,
         tree_components=(ComponentType.FULL,),
         **groups,
     )
     cache = TieredRadixCache(params, config)
-    cache.init_hicache(server, params)
+    cache.init_hicache(arguments, params)
     return cache
 
 

@@ -36,14 +36,27 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch  # noqa: E402
 from sglang.srt.managers.schedule_policy import SchedulePolicy  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: E402
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.common import release_kv_cache  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
+from sglang.srt.runtime_context import get_parallel  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
+from sglang.srt.server_args import (  # noqa: E402
+    ServerArgs,
+    set_global_server_args_for_scheduler,
+)
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
-from small_cache import make_cache  # noqa: E402
-from world_reads import BoundedWaits, SlowReads  # noqa: E402
+from slow_reads import SlowReads  # noqa: E402
+from small_cache import make_pool, storage_flags  # noqa: E402
+from world_waits import BoundedWaits  # noqa: E402
 
+from sglang_tiered.config import NvmeConfig, TieredConfig, TierMode  # noqa: E402
+from sglang_tiered.flags import MiB  # noqa: E402
 from sglang_tiered.integration.cache.loads import PricedLoad  # noqa: E402
+from sglang_tiered.integration.cache.radix_cache import TieredRadixCache  # noqa: E402
+from sglang_tiered.integration.identity import namespace  # noqa: E402
 from sglang_tiered.integration.plugin import register  # noqa: E402
 from sglang_tiered.policy import both_ends  # noqa: E402
 from sglang_tiered.policy.cost_model import LoadPlan  # noqa: E402
@@ -92,23 +105,47 @@ class SchedulingWorld:
         device_tokens = self.device_tokens = rnd.choice([1024, 2048, 4096])
         host_tokens = int(rnd.choice([0.75, 1.5, 3.0]) * device_tokens)
         chunk_tokens = rnd.choice([64, 128, 256])
-        self.cache: Any = make_cache(
-            folder,
-            held,
-            shape=(device_tokens // PAGE, LAYERS),
-            rows=(MAX_RUNNING, 2048),
-            host_bytes=host_tokens * 2 * LAYERS * HEADS * DIM * 4,
-            both_ends=True,
-            arguments={
-                "hicache_storage_prefetch_policy": "timeout",
-                "enable_hierarchical_cache": True,
-                "attention_backend": "torch_native",
-                "chunked_prefill_size": chunk_tokens,
-            },
+        nvme = NvmeConfig(
+            directory=folder, capacity_bytes=256 * MiB, region_bytes=4 * MiB, both_ends=True
         )
-        self.rows = self.cache.req_to_token_pool
-        self.allocator = self.cache.token_to_kv_pool_allocator
+        host_bytes = host_tokens * 2 * LAYERS * HEADS * DIM * 4
+        config = TieredConfig(mode=TierMode.NVME, host_bytes=host_bytes, nvme=nvme, num_ranks=1)
+        config.to_environment(os.environ)
+        namespace.server_identity = lambda _: {"model": "m"}
+        arguments = ServerArgs(
+            model_path="dummy",
+            page_size=PAGE,
+            hicache_io_backend="direct",
+            hicache_mem_layout="page_first_direct",
+            hicache_write_policy="write_through",
+            hicache_storage_prefetch_policy="timeout",
+            enable_hierarchical_cache=True,
+            attention_backend="torch_native",
+            chunked_prefill_size=chunk_tokens,
+            **storage_flags(),
+        )
+        arguments._mamba_cache_chunk_size = 64
+        set_global_server_args_for_scheduler(arguments)
+        held.enter_context(
+            get_parallel().override(
+                **dict.fromkeys(("tp_rank", "pp_rank", "attn_tp_rank", "attn_cp_rank"), 0),
+                **dict.fromkeys(("tp_size", "pp_size", "dp_size"), 1),
+                pp_max_micro_batch_size=64,
+            )
+        )
+        self.rows = ReqToTokenPool(MAX_RUNNING, 2048, "cpu", enable_memory_saver=False)
+        shape = {"layers": LAYERS, "heads": HEADS, "dim": DIM}
+        self.allocator = make_pool(device_tokens // PAGE, PAGE, **shape)
         self.pool = self.allocator.get_kvcache()
+        params = CacheInitParams(
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=PAGE,
+            disable=False,
+            tree_components=(ComponentType.FULL,),
+        )
+        self.cache: Any = TieredRadixCache(params, config)
+        self.cache.init_hicache(arguments, params)
         self.has_overlap = has_overlap
         self.log: list[Any] = []
         self.at_door: list[tuple[int, Any]] = []  # until when decode is late, and for whom

@@ -52,6 +52,7 @@ ASYNCHRONOUS = {
     "test_peer_tier": _COPIES,
     "test_small_host": _COPIES | {"h2d", "store", "load"},
     "test_spilling": _COPIES,
+    "test_shared_pages": _COPIES,
     "test_tensor_parallel": _COPIES,
     "test_tiers": _COPIES,
 }

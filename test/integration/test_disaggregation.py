@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from instances import hands_over_what_one_server_computes
 
 from conftest import PAGE, make_prompts, residency, until
 from kit.small_model import write_small_model
@@ -22,6 +21,8 @@ SMALL = (
     *("--max-total-tokens", "16384", "--chunked-prefill-size", "512"),
     *("--tier-host-bytes", "64MiB", "--tier-nvme-bytes", "256MiB", "--tier-load", "always"),
 )
+MOVED = ("transfer_bytes:wire", "transfer_bytes:same_host")
+LENGTHS = (1, 2, 15, 64, 65, 511, 512, 513, 1200, 3000)
 
 Pair = PrefillDecode
 
@@ -30,33 +31,47 @@ Pair = PrefillDecode
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefillDecode]:
     """Both roles, with their tiers on."""
     logs, tiers = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("tiers")
-    with PrefillDecode.spawn(
+    pair = PrefillDecode.spawn(
         model,
         logs,
         *SMALL,
         prefill=("--tier-dir", str(tiers / "prefill")),
         decode=("--tier-dir", str(tiers / "decode")),
-    ) as pair:
+    )
+    try:
+        pair.wait_until_ready()
         yield pair
+    finally:
+        pair.kill()
 
 
 def test_handoff_of_any_prompt_length_keeps_the_answer(pair: Pair, stock: Server) -> None:
-    hands_over_what_one_server_computes(pair, stock, 0)
+    prompts = [make_prompts(length, 1, length)[0] for length in LENGTHS]
+    for prompt in prompts:
+        assert pair.generate(prompt).output_ids == stock.generate(prompt).output_ids, len(prompt)
     for server in (pair.prefill, pair.decode):
-        assert not transfer_state(server)["transfer_rooms_ended:failed"]
+        state = transfer_state(server)
+        assert state["transfer_rooms_ended:done"] >= len(LENGTHS)
+        assert not state["transfer_rooms_ended:failed"]
+
+
+def moved(pair: Pair) -> float:
+    """Bytes that were handed over so far."""
+    state = transfer_state(pair.decode)
+    return sum(state[name] for name in MOVED)
 
 
 def test_pages_that_decode_holds_are_not_sent(pair: Pair, stock: Server) -> None:
     """On its device, and then on its NVMe alone."""
-    before = pair.handed_over_bytes
+    before = moved(pair)
     pair.generate(make_prompts(79, 1, 64)[0])
-    one_page = pair.handed_over_bytes - before
+    one_page = moved(pair) - before
     asked = make_prompts(77, 1, 2000)[0]
     asked += pair.generate(asked).output_ids
     for seed in (78, 81):
-        longer, before = [*asked, *make_prompts(seed, 1, 100)[0]], pair.handed_over_bytes
+        longer, before = [*asked, *make_prompts(seed, 1, 100)[0]], moved(pair)
         assert pair.generate(longer).output_ids == stock.generate(longer).output_ids
-        assert 0 < pair.handed_over_bytes - before <= 4 * one_page  # of the 33 pages the prompt has
+        assert 0 < moved(pair) - before <= 4 * one_page  # of the 33 pages the prompt has
         until(lambda: residency(pair.decode, asked)["nvme"] >= 2000 // PAGE * PAGE)
         pair.decode.flush()
 
@@ -130,12 +145,12 @@ def test_other_weights_are_refused_on_both_sides(pair: Pair, model: Path, tmp_pa
     other, (prompt, again) = write_small_model(tmp_path / "other", seed=2), make_prompts(91, 2, 700)
     expected, told = pair.generate(prompt).output_ids, "/update_weights_from_disk"
     assert pair.prefill.request(told, {"model_path": str(other)})["success"]
-    before = pair.handed_over_bytes
+    before = moved(pair)
     for reply in (*pair.both(again), pair.generate(prompt)):  # of which decode's memory has all
         assert reply.status == 503
         for role, server in (("decode", pair.decode), ("prefill", pair.prefill)):
             assert f"{role} at 127.0.0.1:{server.port}" in reply.error, reply.error
-    assert pair.handed_over_bytes == before
+    assert moved(pair) == before
     assert pair.decode.request(told, {"model_path": str(other)})["success"]
     after = pair.generate(prompt)
     assert after.status == 200 and after.output_ids != expected

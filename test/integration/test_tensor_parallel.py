@@ -1,4 +1,8 @@
-"""Two ranks: one decision whatever their disks hold, checked by SGLang's own consensus checker."""
+"""Two ranks: one decision whatever their disks hold, checked by SGLang's own consensus checker.
+
+The checker compares, in the background, every call of the cache that ranks must make alike, and
+ours among them, and ends the server at the first difference.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from family_models import write_latent_attention
 
-from conftest import ALWAYS, Disk, Launch, aligned, ask, make_prompts, outputs, until
+from conftest import ALWAYS, Disk, Launch, aligned, ask, make_prompts, until
 from kit.promtool import check_metrics
 from kit.scrapes import by_rank
-from server_process import Server
+from server_process import Answer, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -23,81 +26,16 @@ LONG_PROMPTS = make_prompts(6, 3, LONG_LENGTH)
 DEADLINE_S = 240.0
 FAILED_READS = {"tier": "nvme", "operation": "load", "reason": "io_error"}
 OLD, NEW = PROMPTS[:4], PROMPTS[4:]  # what both shards hold, and what one of them lost
-LATENT = make_prompts(11, 4, LENGTH)
-PAGE_BYTES = 64 * 96 * 4 * 3  # tokens, numbers of the latent vector, bytes of each, layers
-KEPT = ("tier_pages:nvme", "tier_held_bytes:nvme", "stored_bytes:nvme", "tier_pages:object")
-
-
-@pytest.fixture(autouse=True)
-def compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the background, every call of the cache that ranks must make alike, and ours among them;
-    the server ends at the first difference."""
-    monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
 
 
 @pytest.fixture(scope="module")
 def expected(stock: Server) -> list[list[int]]:
     """What one rank without tiers answers."""
-    return outputs(stock.generate_all(PROMPTS))
+    return [answer.output_ids for answer in stock.generate_all(PROMPTS)]
 
 
-def store_prompts(server: Server) -> list[list[int]]:
-    """What the server answers, once NVMe and the bucket hold all whole pages of it."""
-    answers = outputs(server.generate_all(LATENT, concurrency=2))
-    for prompt, answer in zip(LATENT, answers, strict=True):
-        written = [*prompt, *answer[:-1]]
-        for tier in ("nvme", "object"):
-            told = server.request("/tier/checkpoint", {"input_ids": written, "tier": tier})
-            assert told["num_tokens"] == len(written) // 64 * 64, told
-    server.flush()
-    return answers
-
-
-def bucket_bytes(directory: Path) -> int:
-    files = [path for path in (directory / "bucket").rglob("*") if path.is_file()]
-    return sum(path.stat().st_size for path in files)
-
-
-def test_ranks_keep_latent_attention_pages_only_once(
-    launch: Launch, model: Path, tmp_path: Path
-) -> None:
-    """Latent attention: what every rank holds alike."""
-    latent = write_latent_attention(model, tmp_path / "latent")
-    one, two = tmp_path / "one", tmp_path / "two"
-
-    def of_ranks(number: int, directory: Path) -> Server:
-        return launch(
-            *("--tp", str(number), "--max-total-tokens", "2048", "--tier-host-bytes", "16MiB"),
-            *("--tier-dir", f"{directory}/kv", "--tier-object-url", f"{directory}/bucket"),
-            *ALWAYS,
-            model_path=latent,
-        )
-
-    alone = of_ranks(1, one)
-    expected = store_prompts(alone)
-    kept_by_one = [alone.tier_state()[name] for name in KEPT]
-    alone.stop()
-
-    server = of_ranks(2, two)
-    assert store_prompts(server) == expected
-    assert [server.tier_state()[name] for name in KEPT] == kept_by_one
-    server.stop()
-    shards = [sorted(path.name for path in (each / "kv").glob("shard-*")) for each in (one, two)]
-    assert shards[0] == shards[1]
-    # What pins, records and markers take differs by little.
-    assert abs(bucket_bytes(two) - bucket_bytes(one)) < PAGE_BYTES
-
-    restarted = of_ranks(2, two)
-    answers = restarted.generate_all(LATENT, concurrency=3)
-    assert outputs(answers) == expected
-    assert [answer.cached["storage"] for answer in answers] == [aligned(LENGTH)] * len(LATENT)
-
-    # No rank brings back what was purged, neither from its lender nor from the bucket.
-    assert restarted.request("/tier/purge", {"all": True})["durable"]
-    restarted.flush()
-    answers = restarted.generate_all(LATENT, concurrency=3)
-    assert outputs(answers) == expected
-    assert not any(answer.num_cached for answer in answers)
+def outputs(answers: list[Answer]) -> list[list[int]]:
+    return [answer.output_ids for answer in answers]
 
 
 def see_sick_rank(server: Server, disk: Disk, expected: list[list[int]]) -> None:
@@ -128,8 +66,13 @@ def see_sick_rank(server: Server, disk: Disk, expected: list[list[int]]) -> None
 
 
 def test_rank_with_older_shard_costs_only_hits(
-    launch: Launch, expected: list[list[int]], disk: Disk, tmp_path: Path
+    launch: Launch,
+    expected: list[list[int]],
+    disk: Disk,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
     tier_dir = tmp_path / "kv"
     arguments = (
         *("--tp", "2", "--max-total-tokens", "2560", "--enable-metrics"),
@@ -185,11 +128,12 @@ def test_rank_with_older_shard_costs_only_hits(
 
 
 def test_ranks_compute_both_ends_alike(
-    launch: Launch, stock: Server, disk: Disk, tmp_path: Path
+    launch: Launch, stock: Server, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow disk of each rank: what one of them is sooner done with must not decide alone."""
     expected = outputs(stock.generate_all(LONG_PROMPTS))
     disk.order()
+    monkeypatch.setenv("SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "1")
     server = launch(
         *("--tp", "2", "--max-total-tokens", "4096", "--tier-host-bytes", "40MiB"),
         *("--tier-dir", str(tmp_path / "kv")),
