@@ -45,7 +45,7 @@ def measure(
     )
     wanted = sum((len(prompt) - 1) // PAGE * PAGE for prompt in prompts)
     rounds, first = [], None
-    try:
+    with server:
         for _ in range(3):
             seconds, answers = [], []
             for prompt in prompts:
@@ -65,8 +65,6 @@ def measure(
                 }
             )
         state = server.tier_state()
-    finally:
-        server.kill()
     lost = {
         name.partition(":lost_")[2]: value
         for name, value in state.items()

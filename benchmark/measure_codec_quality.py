@@ -284,7 +284,7 @@ def _serve(
         *("--tier-dir", str(folder / life), "--tier-object-url", str(folder / "bucket")),
         *("--tier-codec", codec),
     )
-    try:
+    with server:
         answers = []
         for (prefix, questions), _ in asked:
             answers.append([])
@@ -299,8 +299,6 @@ def _serve(
                 report = server.request("/tier/checkpoint", body)
                 if report["num_missing"]:
                     raise SystemExit(f"the bucket misses pages: {report}")
-    finally:
-        server.kill()
     return answers
 
 

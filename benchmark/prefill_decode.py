@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from server_process import START_DEADLINE_S, Server, free_port
 
@@ -31,7 +31,7 @@ class Reply:
     """What one side answered: HTTP status, body, seconds it took."""
 
     status: int
-    body: dict[str, Any]
+    body: Any
     seconds: float
 
     @property
@@ -76,6 +76,18 @@ class PrefillDecode:
         }
         return cls(model, logs, arguments, port, servers["prefill"], servers["decode"], own=own)
 
+    def __enter__(self) -> Self:
+        """Ready; killed when left."""
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def wait_until_ready(self) -> None:
         """Neither role generates alone, so their health says when they listen."""
         for server in (self.prefill, self.decode):
@@ -115,26 +127,39 @@ class PrefillDecode:
         with ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(lambda prompt: self.generate(prompt, num_new), prompts))
 
+    @property
+    def handed_over_bytes(self) -> float:
+        """What decode had from prefill since it is decode."""
+        state = transfer_state(self.decode)
+        return state["transfer_bytes:wire"] + state["transfer_bytes:same_host"]
+
     def kill(self) -> None:
         for server in (self.prefill, self.decode):
             server.kill()
 
 
-def post(server: Server, body: dict[str, Any]) -> Reply:
-    """One request. A connection that breaks is status 0."""
-    request = urllib.request.Request(
-        server.url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+def post(
+    server: Server, body: Any, path: str = "/generate", timeout_s: float = REQUEST_DEADLINE_S
+) -> Reply:
+    """One request, without a body a GET. A connection that breaks is status 0. What is no JSON is
+    the body as it is, or the message of an answer of ``/generate``."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
     started = time.monotonic()
     try:
-        with urllib.request.urlopen(request, timeout=REQUEST_DEADLINE_S) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             status, text = response.status, response.read()
     except urllib.error.HTTPError as error:
         status, text = error.code, error.read()
     except OSError as error:
-        status, text = 0, json.dumps({"message": repr(error)}).encode()
+        status, text = 0, repr(error).encode()
     took = time.monotonic() - started
-    return Reply(status, json.loads(text), took)
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = text.decode(errors="replace")
+        answer = {"message": answer} if path == "/generate" else answer
+    return Reply(status, answer, took)
 
 
 def transfer_state(server: Server) -> dict[str, float]:

@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from sglang_tiered.demo.server import NotServingError, ServerProcess
 
@@ -115,6 +115,13 @@ class Server(ServerProcess):
         ]
         process = cls.open_process(command, {**os.environ, **(environment or {})}, log_path)
         return cls(port, process, log_path, list(arguments), environment or {})
+
+    def __enter__(self) -> Self:
+        """Killed when left."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def wait_until_it_generates(self, deadline_s: float = START_DEADLINE_S) -> None:
         try:

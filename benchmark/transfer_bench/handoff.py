@@ -26,16 +26,11 @@ def measure(model: Path, logs: Path, lengths: tuple[int, ...], num_rounds: int) 
     """Cold prompts of each length, to the pair and to one server in turns, nothing else running.
     Raises when the first tokens differ."""
     flags = ("--tier-mode", "off", "--max-total-tokens", str(4 * max(lengths)), "--page-size", "64")
-    pair = PrefillDecode.spawn(model, logs, *flags)
-    single = Server.spawn(
-        model,
-        logs / "single.log",
-        *flags,
-        environment=ENVIRONMENT,
-    )
     source, found = random.Random(7), {length: TTFT() for length in lengths}
-    try:
-        pair.wait_until_ready()
+    with (
+        Server.spawn(model, logs / "single.log", *flags, environment=ENVIRONMENT) as single,
+        PrefillDecode.spawn(model, logs, *flags) as pair,
+    ):
         single.wait_until_it_generates()
         for number in range(num_rounds + 1):  # the first connects and warms, and is not counted
             for length in lengths:
@@ -50,7 +45,4 @@ def measure(model: Path, logs: Path, lengths: tuple[int, ...], num_rounds: int) 
                 if number:
                     found[length].both.append(middle - begun)
                     found[length].single.append(ended - middle)
-    finally:
-        pair.kill()
-        single.kill()
     return found

@@ -11,6 +11,7 @@ from peer_servers import Servers
 from redis_server import RedisServer
 from route_mocks import Mocks
 from transfer_pair import Shape, decode, prefill
+from transfer_strangers import StrangePrefill
 
 from server_process import free_port
 
@@ -75,6 +76,12 @@ def sender(request: pytest.FixtureRequest) -> Iterator[Prefill]:
 @pytest.fixture
 def receiver(request: pytest.FixtureRequest) -> Iterator[Decode]:
     with decode(**_endpoint(request)) as one:
+        yield one
+
+
+@pytest.fixture
+def stranger() -> Iterator[StrangePrefill]:
+    with StrangePrefill() as one:
         yield one
 
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import random
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from shared_tier import SharedTier
+from strange_sockets import Stranger
 
 from kit.waiting import eventually
 from sglang_tiered.checksummed import page_checksum
@@ -120,27 +121,12 @@ def _segments(buffer: memoryview, cuts: int) -> tuple[memoryview, ...]:
     return tuple(buffer[at : at + step] for at in range(0, buffer.nbytes, step))
 
 
-class _Stranger:
-    """One socket that hears and says what a test wants."""
-
-    def __init__(self, kind: int) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(kind)
-        self.socket.linger = 0
-        self.socket.rcvtimeo = self.socket.sndtimeo = int(DEADLINE_S * 1000)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.context.destroy(linger=0)
-
-
-class StrangeServer(_Stranger):
+class StrangeServer(Stranger):
     """A page server: it hears what is asked, and answers what the test says."""
 
     def __init__(self) -> None:
-        super().__init__(zmq.ROUTER)
+        super().__init__()
+        self.socket = self.new_socket(zmq.ROUTER)
         self.port = self.socket.bind_to_random_port(f"tcp://{HOST}")
         self.client = b""
 
@@ -182,11 +168,12 @@ class StrangeServer(_Stranger):
         self.say(messages.Found(number or asked.number, checksums), *payload)
 
 
-class StrangeClient(_Stranger):
+class StrangeClient(Stranger):
     """A client that says anything."""
 
     def __init__(self, port: int, hwm: int = 1000) -> None:
-        super().__init__(zmq.DEALER)
+        super().__init__()
+        self.socket = self.new_socket(zmq.DEALER)
         self.socket.rcvhwm = hwm
         self.socket.connect(f"tcp://{HOST}:{port}")
 

@@ -164,6 +164,11 @@ class Front:
         told = {name.replace("_", "-"): value for name, value in headers.items()}
         return self.ask(CHAT, {"input_ids": list(ids), "stream": True}, told)
 
+    def generate(self, ids: Sequence[int], num_new: int = 8) -> Answer:
+        """Greedy, of a real server."""
+        sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
+        return self.ask("/generate", {"input_ids": list(ids), "sampling_params": sampling})
+
     def servers(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = json.loads(self.ask("/servers", port=self.port + 2).body)[
             "servers"

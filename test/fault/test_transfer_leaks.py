@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from transfer_pair import HOST, IMPATIENT, SAME_HOST, TCP, decode, hand_over, pair_keys, prefill
-from transfer_strangers import strange_decode, strange_prefill
+from transfer_strangers import StrangeDecode, StrangePrefill
 
 from kit.waiting import eventually
 from sglang_tiered.config import TransferConfig
@@ -59,12 +59,12 @@ def test_sessions_that_fail_leave_nothing() -> None:
             # Nobody there; somebody who refuses; somebody who dies in the middle.
             receiver.open(room, [(HOST, 1)], [1])
             receiver.events.wait_for("failed", room)
-            with strange_prefill() as stranger:
+            with StrangePrefill() as stranger:
                 receiver.open(10_000 + room, [stranger.address], [1])
                 stranger.hear(messages.Hello)
                 stranger.tell(messages.Refuse("not you"))
                 receiver.events.wait_for("failed", 10_000 + room)
-            with strange_prefill() as stranger:
+            with StrangePrefill() as stranger:
                 receiver.open(20_000 + room, [stranger.address], [1])
                 stranger.welcome()
                 stranger.joined()
@@ -84,7 +84,7 @@ def test_short_lived_decode_instances_leave_nothing_on_prefill() -> None:
             room = next(numbers)
             with decode(settings=UNHURRIED) as receiver:
                 hand_over(sender, receiver, room)
-            with strange_decode(sender.address) as stranger:
+            with StrangeDecode(sender.address) as stranger:
                 stranger.greet()
                 stranger.join()
                 stranger.open(10_000 + room)
@@ -101,11 +101,11 @@ def test_a_peer_that_falls_silent_fails_its_rooms(who: str) -> None:
     """As one that was stopped: its connections stay."""
     with prefill(settings=IMPATIENT) as sender, decode(settings=IMPATIENT) as receiver:
         if who == "prefill":
-            with strange_prefill() as stranger:
+            with StrangePrefill() as stranger:
                 stranger.opened_by(receiver, [1])
                 assert "silent" in receiver.events.wait_for("failed", 1)[2]
         else:
-            with strange_decode(sender.address) as stranger:
+            with StrangeDecode(sender.address) as stranger:
                 stranger.greet()
                 stranger.join()
                 sender.endpoint.expect_room(1)

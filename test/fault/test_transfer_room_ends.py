@@ -27,7 +27,7 @@ from transfer_pair import (
     meet,
     prefill,
 )
-from transfer_strangers import strange_decode, strange_prefill
+from transfer_strangers import StrangeDecode, StrangePrefill
 
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages
@@ -118,7 +118,7 @@ def test_a_received_room_survives_losing_prefill() -> None:
 
 def test_a_confirmed_room_is_not_read_again(sender: Prefill) -> None:
     """Asked for a slab once more, together with the word that all has come: its pages are freed."""
-    with strange_decode(sender.address) as stranger:
+    with StrangeDecode(sender.address) as stranger:
         stranger.greet(window=2 << 20)
         stranger.join()
         sender.endpoint.expect_room(1)
@@ -138,48 +138,39 @@ def test_a_confirmed_room_is_not_read_again(sender: Prefill) -> None:
         assert sender.endpoint.stats.num_slabs == 2
 
 
-def test_late_slabs_of_an_earlier_room_never_land(receiver: Decode) -> None:
-    with strange_prefill() as stranger:
-        first = stranger.opened_by(receiver, [7])
-        receiver.endpoint.close_room(1)
-        receiver.open(1, [stranger.address], [7])
-        second = stranger.hear(messages.Open)
-        assert second.generation != first.generation
-        late, payload = stranger.pool.pages([0]).tobytes(), stranger.pool.pages([1]).tobytes()
-        stranger.slab(first, late)
-        stranger.send(messages.Last(1, first.generation, 1, []))
-        eventually(lambda: receiver.endpoint.stats.num_late == 2)
-        assert not receiver.pool.kv.any()
-        stranger.slab(second, payload)
-        stranger.send(messages.Last(1, second.generation, 1, []))
-        receiver.events.wait_for("done", 1)
-        assert receiver.pool.pages([7]).tobytes() == payload
+def test_late_slabs_of_an_earlier_room_never_land(
+    receiver: Decode, stranger: StrangePrefill
+) -> None:
+    """Nor is their end confirmed: prefill would free the room as one that decode got."""
+    first = stranger.opened_by(receiver, [7])
+    receiver.endpoint.close_room(1)
+    receiver.open(1, [stranger.address], [7])
+    second = stranger.hear(messages.Open)
+    assert second.generation != first.generation
+    late, payload = stranger.pool.pages([0]).tobytes(), stranger.pool.pages([1]).tobytes()
+    stranger.slab(first, late)
+    stranger.send(messages.Last(1, first.generation, 1, []))
+    eventually(lambda: receiver.endpoint.stats.num_late == 2)
+    told = stranger.hear(messages.Abort)
+    assert (told.room, told.generation) == (1, first.generation)
+    assert not receiver.pool.kv.any()
+    stranger.slab(second, payload)
+    stranger.send(messages.Last(1, second.generation, 1, []))
+    receiver.events.wait_for("done", 1)
+    assert receiver.pool.pages([7]).tobytes() == payload
 
 
-def test_late_end_after_failure_is_no_success(receiver: Decode) -> None:
-    """A confirmation would have prefill free the room as one that decode got."""
-    with strange_prefill() as stranger:
-        opened = stranger.opened_by(receiver, [7])
-        stranger.tell(messages.Failed(1, opened.generation, "out of memory"))
-        receiver.events.wait_for("failed", 1)
-        stranger.send(messages.Last(1, opened.generation, 1, []))
-        told = stranger.hear(messages.Abort)
-        assert (told.room, told.generation) == (1, opened.generation)
-        assert receiver.endpoint.stats.num_late == 1
-
-
-def test_every_room_of_a_lost_session_is_told(receiver: Decode) -> None:
+def test_every_room_of_a_lost_session_is_told(receiver: Decode, stranger: StrangePrefill) -> None:
     """Prefill may live, and not have heard of some of them."""
     rooms = range(1, 301)
-    with strange_prefill() as stranger:
-        stranger.opened_by(receiver, [7])
-        for room in rooms[1:]:
-            receiver.open(room, [stranger.address], [7])
-        while stranger.hear(messages.Open).room != rooms[-1]:
-            pass
-        stranger.tell(messages.Bye("for now"))
-        stranger.welcome()
-        assert {stranger.hear(messages.Abort).room for _ in rooms} == set(rooms)
+    stranger.opened_by(receiver, [7])
+    for room in rooms[1:]:
+        receiver.open(room, [stranger.address], [7])
+    while stranger.hear(messages.Open).room != rooms[-1]:
+        pass
+    stranger.tell(messages.Bye("for now"))
+    stranger.welcome()
+    assert {stranger.hear(messages.Abort).room for _ in rooms} == set(rooms)
 
 
 def test_rooms_without_request_are_bounded_and_end() -> None:

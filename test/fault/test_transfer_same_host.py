@@ -27,7 +27,7 @@ from transfer_pair import (
     meet,
     prefill,
 )
-from transfer_strangers import introduced, strange_decode, strange_prefill
+from transfer_strangers import StrangeDecode, StrangePrefill, introduced
 
 from kit.waiting import eventually
 from sglang_tiered.transfer import messages, same_host, sessions
@@ -143,8 +143,7 @@ def test_pages_prefill_released_never_reach_a_room(by: str) -> None:
 
 def test_a_slab_of_released_pages_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checksum would be right, of the next request's bytes."""
-    settings = msgspec.structs.replace(SAME_HOST, same_host=False)
-    with prefill(settings=settings) as sender, decode(settings=settings) as receiver:
+    with prefill() as sender, decode() as receiver:
         meet(sender, receiver, 2)
         gather = sender.pool.memories.kv.gather
         entered, leave = threading.Event(), threading.Event()
@@ -170,7 +169,7 @@ def test_no_process_may_trace_prefill_before_authentication(
 ) -> None:
     allowed: list[int] = []
     monkeypatch.setattr(same_host, "_may_be_read_by", allowed.append)
-    with strange_decode(sender.address) as stranger:
+    with StrangeDecode(sender.address) as stranger:
         door = stranger.greet().door
         assert door is not None and not allowed
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as guest:
@@ -189,17 +188,19 @@ def test_no_process_may_trace_prefill_before_authentication(
         eventually(lambda: allowed == [os.getpid(), 0])  # nobody any more
 
 
-def test_a_relay_to_another_door_reads_nothing(sender: Prefill, receiver: Decode) -> None:
+def test_a_relay_to_another_door_reads_nothing(
+    sender: Prefill, receiver: Decode, stranger: StrangePrefill
+) -> None:
     """It opens a session of its own there, and hands it on: prefill and decode are one user's, so
     the kernel says yes to both. Pages that prefill never sent are not to be had that way."""
-    with strange_decode(sender.address) as there, strange_prefill() as here:
+    with StrangeDecode(sender.address) as there:
         theirs = there.greet()
         there.join()
         sender.endpoint.expect_room(1)
-        receiver.open(1, [here.address], [7, 8])
-        here.welcome(session=theirs.session, door=theirs.door)
-        here.joined()
-        opened = here.hear(messages.Open)
+        receiver.open(1, [stranger.address], [7, 8])
+        stranger.welcome(session=theirs.session, door=theirs.door)
+        stranger.joined()
+        opened = stranger.hear(messages.Open)
         session = next(iter(sender.endpoint._peers))
         eventually(lambda: session.is_reader)  # decode, for the kernel names it
         there.open(1, 2, generation=opened.generation)
@@ -212,17 +213,17 @@ def test_a_relay_to_another_door_reads_nothing(sender: Prefill, receiver: Decode
         for page in (9, 63, 64, 2**31 - 1):
             wanted = fence + np.array([page, page], "<i4").tobytes()
             for lie in (b"", tag):
-                here.send(named, wanted, tag=lie)
+                stranger.send(named, wanted, tag=lie)
         eventually(lambda: receiver.endpoint.stats.num_refused == 8)
         assert not receiver.pool.kv.any()
-        here.send(named, payload, tag=tag)
+        stranger.send(named, payload, tag=tag)
         eventually(lambda: receiver.endpoint.stats.same_host_bytes)
         assert np.array_equal(receiver.pool.pages([7, 8]), sender.pool.pages([5, 6])), "as sent"
 
 
 def test_a_crowded_door_keeps_no_decode_out(sender: Prefill, receiver: Decode) -> None:
     with (
-        strange_decode(sender.address) as stranger,
+        StrangeDecode(sender.address) as stranger,
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as visitor,
     ):
         visitor.settimeout(DEADLINE_S)
@@ -232,20 +233,11 @@ def test_a_crowded_door_keeps_no_decode_out(sender: Prefill, receiver: Decode) -
         hand_over(sender, receiver)
 
 
-def test_a_pull_of_unoffered_memory_fails_the_room(receiver: Decode) -> None:
-    with strange_prefill() as stranger:
-        opened = stranger.opened_by(receiver, [7])
-        stranger.name(opened, np.array([0], "<i4").tobytes())
-        assert "cannot read" in receiver.events.wait_for("failed", 1)[2]
-
-
 @pytest.mark.parametrize("payload", [b"", b"\0\0\0", b"\xff\xff\xff\xff", b"\x40\0\0\0", bytes(8)])
-def test_a_pull_of_impossible_pages_fails_the_room(payload: bytes) -> None:
-    with (
-        decode(settings=SETTINGS) as receiver,
-        strange_prefill() as stranger,
-        closing(Door()) as door,
-    ):
+def test_a_pull_of_impossible_pages_fails_the_room(
+    payload: bytes, receiver: Decode, stranger: StrangePrefill
+) -> None:
+    with closing(Door()) as door:
         receiver.open(1, [stranger.address], [7])
         stranger.welcome(door=door.name)
         stranger.joined()
@@ -258,20 +250,18 @@ def test_a_pull_of_impossible_pages_fails_the_room(payload: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "x" * 64, "\ud7ff" * 60, f"sglang-tiered-{0:032x}"])
-def test_a_door_where_nobody_is_costs_nothing(name: str) -> None:
-    with decode(settings=SETTINGS) as receiver, strange_prefill() as stranger:
-        opened = stranger.opened_by(receiver, [7], door=name)
-        stranger.slab(opened, stranger.pool.pages([0]).tobytes())
-        stranger.send(messages.Last(1, opened.generation, 1, []))
-        receiver.events.wait_for("done", 1)
+def test_a_door_where_nobody_is_costs_nothing(
+    name: str, receiver: Decode, stranger: StrangePrefill
+) -> None:
+    opened = stranger.opened_by(receiver, [7], door=name)
+    stranger.slab(opened, stranger.pool.pages([0]).tobytes())
+    stranger.send(messages.Last(1, opened.generation, 1, []))
+    receiver.events.wait_for("done", 1)
 
 
-def test_a_foreign_socket_is_not_talked_to(receiver: Decode) -> None:
+def test_a_foreign_socket_is_not_talked_to(receiver: Decode, stranger: StrangePrefill) -> None:
     """Of any program of this machine, which a client of decode may name."""
-    with (
-        strange_prefill() as stranger,
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as program,
-    ):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as program:
         program.setblocking(False)
         program.bind(name := f"\0other-program-{os.getpid()}")
         stranger.opened_by(receiver, [7], door=name[1:])  # it went to the door before

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
 import zmq
-from transfer_pair import DEADLINE_S, HOST, MODEL, Pool, Shape
+from strange_sockets import Stranger
+from transfer_pair import HOST, MODEL, Pool, Shape
 
 from sglang_tiered.transfer import messages
 from sglang_tiered.transfer.messages import VERSION_FRAME
@@ -25,23 +26,20 @@ if TYPE_CHECKING:
     from sglang_tiered.transfer.memory import Buffer
 
 TOKEN = b"of this session."
-TIMEOUT_MS = int(DEADLINE_S * 1000)
 
 
-class StrangeDecode:
+class StrangeDecode(Stranger):
     """A decode instance made of two sockets."""
 
     def __init__(self, address: tuple[str, int]) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        super().__init__()
         self.layout = Pool(Shape()).layout
         self.control = self._connect(address[1])
         self.data: zmq.Socket[bytes] | None = None
         self.welcome: messages.Welcome | None = None
 
     def _connect(self, port: int) -> zmq.Socket[bytes]:
-        connection = self.context.socket(zmq.DEALER)
-        connection.linger = 0
-        connection.rcvtimeo = connection.sndtimeo = TIMEOUT_MS
+        connection = self.new_socket(zmq.DEALER)
         connection.connect(f"tcp://{HOST}:{port}")
         return connection
 
@@ -64,20 +62,18 @@ class StrangeDecode:
             [VERSION_FRAME, encode(msgspec.structs.replace(join, proof=proof))]
         )
 
-    def open(self, room: int, num_pages: int = 1, generation: int = 1, receivers: int = 1) -> None:
-        self.tell(messages.Open(room, generation, num_pages, [], 0, receivers, False, MODEL))
+    def open(self, room: int, num_pages: int = 1, generation: int = 1) -> None:
+        self.tell(messages.Open(room, generation, num_pages, [], 0, 1, False, MODEL))
 
     def tell(self, message: Any) -> None:
         self.control.send_multipart([VERSION_FRAME, encode(message)])
 
-    def hear(self, kind: Any = None) -> Any:
-        """The next control message (of that kind); pongs are passed over."""
+    def hear(self, kind: Any) -> Any:
+        """The next control message of a kind; what comes before it is passed over."""
         while True:
             frames = self.control.recv_multipart()
             message = sockets.decode(frames[1], messages.control_from_prefill)
-            if isinstance(message, kind or object) and not (
-                kind is None and isinstance(message, messages.Pong)
-            ):
+            if isinstance(message, kind):
                 return message
 
     def take(self) -> list[bytes]:
@@ -85,15 +81,12 @@ class StrangeDecode:
         assert self.data is not None
         return self.data.recv_multipart()
 
-    def close(self) -> None:
-        self.context.destroy(linger=0)
 
-
-class StrangePrefill:
+class StrangePrefill(Stranger):
     """A prefill instance made of two sockets: it welcomes, and then sends what the test says."""
 
     def __init__(self) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        super().__init__()
         self.pool = Pool(Shape(), seed=1)
         self.layout = self.pool.layout
         self.control, self.port = self._bind()
@@ -105,9 +98,7 @@ class StrangePrefill:
         return HOST, self.port
 
     def _bind(self) -> tuple[zmq.Socket[bytes], int]:
-        connection = self.context.socket(zmq.ROUTER)
-        connection.linger = 0
-        connection.rcvtimeo = connection.sndtimeo = TIMEOUT_MS
+        connection = self.new_socket(zmq.ROUTER)
         return connection, connection.bind_to_random_port(f"tcp://{HOST}")
 
     def welcome(self, **changes: Any) -> messages.Hello:
@@ -149,7 +140,7 @@ class StrangePrefill:
         header = self._header(opened, payload, messages.PLAIN)
         self.send(msgspec.structs.replace(header, **changes), payload)
 
-    def name(self, opened: messages.Open, numbers: bytes, tagger: Tagger | None = None) -> None:
+    def name(self, opened: messages.Open, numbers: bytes, tagger: Tagger) -> None:
         """Pages that decode is to read, of all buffers, under a fence at no address."""
         payload = messages.WHERE.pack(0, 0) + numbers
         self.send(self._header(opened, payload, messages.NAMED), payload, tagger=tagger)
@@ -169,21 +160,6 @@ class StrangePrefill:
         right = (tagger or Tagger(b"")).tag(header, *signed)
         frames = [VERSION_FRAME, header, right if tag is None else tag, *payload]
         self.data.send_multipart([self.link, *frames])
-
-    def close(self) -> None:
-        self.context.destroy(linger=0)
-
-
-@contextmanager
-def strange_decode(address: tuple[str, int]) -> Iterator[StrangeDecode]:
-    with closing(StrangeDecode(address)) as peer:
-        yield peer
-
-
-@contextmanager
-def strange_prefill() -> Iterator[StrangePrefill]:
-    with closing(StrangePrefill()) as peer:
-        yield peer
 
 
 @contextmanager

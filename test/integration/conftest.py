@@ -10,7 +10,7 @@ import random
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import report
 from kit.openapi import check_answer
 from kit.small_model import write_small_model
 from prefill_decode import ENVIRONMENT
-from server_process import Server
+from server_process import Answer, Server
 
 if TYPE_CHECKING:
     from zygote import ForkedProcess, Zygotes
@@ -48,7 +48,6 @@ ASYNCHRONOUS = {
     "test_disaggregation_kinds": _FORWARDS | {"receive"},
     "test_families": _COPIES,
     "test_features": _COPIES,
-    "test_forgets": _COPIES,
     "test_object_tier": _COPIES,
     "test_peer_tier": _COPIES,
     "test_small_host": _COPIES | {"h2d", "store", "load"},
@@ -141,11 +140,9 @@ def stock(
             *("--tier-mode", "off", "--max-total-tokens", "16384", "--enable-streaming-session"),
             environment=ENVIRONMENT,
         )
-    try:
+    with server:
         server.wait_until_it_generates()
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -206,14 +203,6 @@ class Disk:
         new.write_text(json.dumps(orders))
         new.replace(self.file)
 
-    @contextlib.contextmanager
-    def slow(self, seconds: float) -> Iterator[None]:
-        self.order(read_s=seconds)
-        try:
-            yield
-        finally:
-            self.order()
-
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
@@ -248,6 +237,10 @@ def ask(server: Server, path: str, body: Any = None) -> tuple[int, Any]:
     if path.startswith("/tier/"):
         check_answer("GET" if body is None else "POST", path, status, answer)
     return status, answer
+
+
+def outputs(answers: Iterable[Answer]) -> list[list[int]]:
+    return [answer.output_ids for answer in answers]
 
 
 def residency(server: Server, prompt: list[int], **whose: str) -> dict[str, int]:

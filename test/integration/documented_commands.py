@@ -132,10 +132,10 @@ def looks_like_a_command(text: str) -> bool:
     return _COMMAND.match(text.lstrip()) is not None
 
 
-def blocks_of(markdown: str, page: str) -> list[Block]:
+def page_blocks(path: Path) -> list[Block]:
     """The fences of a page, in order, those in lists and quotes too."""
-    found, mark = [], None
-    for token in MarkdownIt("commonmark").parse(markdown):
+    page, found, mark = str(path.relative_to(ROOT)), [], None
+    for token in MarkdownIt("commonmark").parse(path.read_text(encoding="utf-8")):
         if token.map is None:
             continue
         start, end = token.map
@@ -160,10 +160,6 @@ def inline_commands_of(markdown: str, page: str) -> list[Command]:
         for child in token.children or ()
         if child.type == "code_inline" and looks_like_a_command(child.content)
     ]
-
-
-def page_blocks(path: Path) -> list[Block]:
-    return blocks_of(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
 
 
 def page_inline_commands(path: Path) -> list[Command]:

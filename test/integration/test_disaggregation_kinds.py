@@ -77,12 +77,9 @@ FAMILIES = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_tokens_equal_those_of_one_server(name: str, model: Path, tmp_path: Path) -> None:
     path = FAMILIES[name](model, tmp_path / "model")
-    single = Server.spawn(path, tmp_path / "single.log", *COMMON, environment=ENVIRONMENT)
-    pair = PrefillDecode.spawn(path, tmp_path, *COMMON, "--page-size", "64")
-    try:
-        pair.wait_until_ready()
+    with (
+        Server.spawn(path, tmp_path / "single.log", *COMMON, environment=ENVIRONMENT) as single,
+        PrefillDecode.spawn(path, tmp_path, *COMMON, "--page-size", "64") as pair,
+    ):
         single.wait_until_it_generates()
         hands_over_what_one_server_computes(pair, single, 0)
-    finally:
-        pair.kill()
-        single.kill()

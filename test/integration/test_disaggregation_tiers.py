@@ -31,9 +31,7 @@ def test_disk_slower_than_prefill_delays_no_request(
     off = ("--tier-mode", "off", "--page-size", str(PAGE), "--max-total-tokens", "16384")
     tiers = ("--tp", str(num_ranks), "--max-total-tokens", "4096", "--tier-host-bytes", "36MiB")
     tiers += ("--tier-dir", str(tmp_path / "kv"))
-    pair = PrefillDecode.spawn(model, tmp_path, *CHUNKS, prefill=off, decode=tiers)
-    try:
-        pair.wait_until_ready()
+    with PrefillDecode.spawn(model, tmp_path, *CHUNKS, prefill=off, decode=tiers) as pair:
 
         def ask() -> list[Reply]:
             return pair.generate_all(PROMPTS, concurrency=2)
@@ -41,16 +39,15 @@ def test_disk_slower_than_prefill_delays_no_request(
         expected = [reply.output_ids for reply in ask()]
         pair.decode.wait_for_state("tier_pages:nvme", NUM_PROMPTS * (LENGTH // PAGE))
         pair.decode.flush()
-        with disk.slow(HANG_S):
-            replies = ask()
+        disk.order(read_s=HANG_S)
+        replies = ask()
+        disk.order()
         assert [reply.output_ids for reply in replies] == expected
         assert max(reply.seconds for reply in replies) < HANG_S, "a request waited for the disk"
         state = pair.decode.tier_state()
         decided = ("load_decision_tokens:gave_up", "load_decision_tokens:declined")
         assert sum(state.get(name, 0) for name in decided) > 0
         assert [reply.output_ids for reply in ask()] == expected
-    finally:
-        pair.kill()
 
 
 @pytest.fixture
@@ -67,15 +64,13 @@ def test_prefill_finds_the_answer_that_decode_computed(
     sharing: list[str], model: Path, tmp_path: Path
 ) -> None:
     opening = make_prompts(92, 1, 700)[0]
-    pair = PrefillDecode.spawn(
+    with PrefillDecode.spawn(
         model,
         tmp_path,
         *("--max-total-tokens", "8192", *CHUNKS, "--tier-host-bytes", "64MiB", *sharing),
         prefill=("--tier-dir", str(tmp_path / "prefill"), "--tier-load", "always"),
         decode=("--tier-dir", str(tmp_path / "decode")),
-    )
-    try:
-        pair.wait_until_ready()
+    ) as pair:
         turn = [*opening, *pair.generate(opening, 400).output_ids]
         wanted = 0.95 * len(turn)
         for shared in ("peer", "object"):
@@ -88,5 +83,3 @@ def test_prefill_finds_the_answer_that_decode_computed(
         first, second = (server.request("/tier/costs")["ranks"][0] for server in servers)
         assert (first["role"], second["role"]) == ("prefill", "decode")
         assert first["bootstrap_port"] and second["bootstrap_port"] is None
-    finally:
-        pair.kill()

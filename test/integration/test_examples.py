@@ -48,14 +48,7 @@ def servers(
             ("both", bucket, index),
             ("bucket", bucket, {}),
         ):
-            flags = (
-                *SIZES,
-                *tiers,
-                "--tier-nvme-bytes",
-                "256MiB",
-                "--tier-dir",
-                f"{folder}/{name}",
-            )
+            flags = (*SIZES, *tiers, "--tier-dir", f"{folder}/{name}")
             log = folder / f"{name}.log"
             started[name] = Server.spawn(model, log, *flags, environment=environment)
         try:

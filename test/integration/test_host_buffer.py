@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from family_models import write_sliding_window
 
-from conftest import ALWAYS, Launch, aligned, ask, make_prompts, until
+from conftest import ALWAYS, Launch, aligned, ask, make_prompts, outputs, until
 from server_process import Answer, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -19,10 +19,6 @@ PROMPTS = make_prompts(11, 6, LENGTH)
 WHOLE = aligned(LENGTH)
 HERS: dict[str, Any] = {"extra_key": "hers"}
 FLAGS = ("--max-total-tokens", "2048", "--hicache-ratio", "0.8", *ALWAYS)
-
-
-def outputs(answers: list[Answer]) -> list[list[int]]:
-    return [answer.output_ids for answer in answers]
 
 
 def all_stored(answers: list[Answer]) -> bool:

@@ -1,15 +1,14 @@
 """Servers that fetch pages from each other: what one computed another goes on with; a server that
-hangs costs hits and nothing else; what is purged on one is gone on all."""
+hangs costs hits and nothing else; what is erased on one is gone on all."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,20 +27,27 @@ MOVED = make_prompts(41, 8, LENGTH)  # opened on A, continued on B
 OWNED = make_prompts(42, 2, LENGTH)  # of a tenant
 HUNG = make_prompts(46, 6, LENGTH)  # while A is stopped
 COLD = make_prompts(45, 2, LENGTH)
+GONE, CUT, KEPT, RUNS, MISSED = make_prompts(61, 5, LENGTH)
 TENANT = {"extra_key": "acme", "cache_salt": "s3cret"}
 PASSWORD = "not-a-secret"
 
 
 @pytest.fixture(scope="module")
-def pair(start: Start) -> Iterator[list[Server]]:
+def start_pair(start: Start) -> Iterator[Callable[[], list[Server]]]:
     """They find each other in the Redis."""
     with RedisServer(password=PASSWORD) as redis:
-        yield start("ab", *SMALL, environment={"SGLANG_TIERED_INDEX_URL": redis.url})
+        yield lambda: start("ab", *SMALL, environment={"SGLANG_TIERED_INDEX_URL": redis.url})
 
 
-def held(server: Server, prompt: list[int], **whose: str) -> dict[str, int]:
+@pytest.fixture(scope="module")
+def pair(start_pair: Callable[[], list[Server]]) -> list[Server]:
+    return start_pair()
+
+
+def held(server: Server, prompt: list[int], *more: str, **whose: str) -> list[int]:
+    """Here. What is known of another server may be of before an erasure: it gives none of them."""
     report = residency(server, prompt, **whose)
-    return {tier: report[tier] for tier in ("device", "host", "nvme", "peer")}
+    return [report[tier] for tier in ("device", "host", "nvme", *more)]
 
 
 def wait_for_peers(server: Server, prompts: list[list[int]], **whose: str) -> None:
@@ -60,7 +66,7 @@ def test_peer_serves_prefixes_computed_on_another_server(pair: list[Server]) -> 
     a, b = pair
     opened = compute(a, MOVED)
     wait_for_peers(b, MOVED)
-    assert held(b, MOVED[0]) == {"device": 0, "host": 0, "nvme": 0, "peer": WHOLE}
+    assert held(b, MOVED[0], "peer") == [0, 0, 0, WHOLE]
     again = b.generate_all(MOVED, concurrency=2, num_new=NUM_NEW)
     assert [answer.output_ids for answer in again] == opened
     wanted = len(MOVED) * aligned(LENGTH)
@@ -82,10 +88,10 @@ def test_a_server_that_hangs_never_stalls_the_scheduler(pair: list[Server]) -> N
     expected = compute(a, HUNG)
     wait_for_peers(b, HUNG)
     parent = psutil.Process(a.process.pid)
-    stopped = [parent.pid, *(child.pid for child in parent.children(recursive=True))]
+    stopped = [parent, *parent.children(recursive=True)]
     try:
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
+        for process in stopped:
+            process.suspend()
         with ThreadPoolExecutor(len(HUNG)) as pool:
             waiting = [pool.submit(b.generate, prompt, NUM_NEW) for prompt in HUNG]
             # One after another: the first may come before the loads that wait for A.
@@ -96,8 +102,69 @@ def test_a_server_that_hangs_never_stalls_the_scheduler(pair: list[Server]) -> N
                 assert taken_s < HANG_S, "a request that wants nothing of A waited for it"
             assert [future.result(60).output_ids for future in waiting] == expected
     finally:
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
+        for process in stopped:
+            process.resume()
+
+
+def forget(server: Server, **body: Any) -> int:
+    """Returns how many tokens."""
+    code, report = ask(server, "/tier/forget", body)
+    assert code == 200 and report["durable"], report
+    return int(report["num_tokens"])
+
+
+def found(server: Server, prompt: list[int], expected: list[int]) -> int:
+    """Tokens of the prompt that were, and the answer is what it was."""
+    answer = server.generate(prompt, len(expected))
+    assert answer.output_ids == expected
+    return answer.num_cached
+
+
+def test_forgotten_conversation_is_a_hit_nowhere(
+    pair: list[Server], start_pair: Callable[[], list[Server]]
+) -> None:
+    """On the server that was asked, on the other, on one that was down, under requests, and after
+    ``kill -9``. The last of this pair."""
+    a, b = pair
+    told = []
+    for number, prompt in enumerate((GONE, CUT, KEPT, MISSED)):
+        told.append(a.generate(prompt, NUM_NEW, rid=f"r{number}").output_ids)
+        assert ask(a, "/tier/checkpoint", {"input_ids": prompt, "tier": "nvme"})[0] == 200
+        wait_for_peers(b, [prompt])
+        found(b, prompt, told[-1])
+        until(lambda p=prompt: residency(b, p)["nvme"] >= aligned(LENGTH), "not kept by the other")
+
+    assert forget(a, rid="r0") >= WHOLE
+    assert forget(a, input_ids=CUT, keep_tokens=PAGE + 1) == WHOLE - 2 * PAGE
+    for server in (a, b):
+        assert held(server, GONE) == [0, 0, 0]
+        cut = held(server, CUT)
+        assert cut[-1] == max(cut) == 2 * PAGE, cut
+    assert found(b, GONE, told[0]) == 0
+    assert found(b, CUT, told[1]) == 2 * PAGE
+    for server in (a, b):
+        assert found(server, KEPT, told[2]) == aligned(LENGTH), "not to be forgotten"
+    until(lambda: residency(b, GONE)["nvme"] >= aligned(LENGTH), "it is not stored again")
+
+    # While a request of it runs. It may end before the answer, or after it.
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(a.generate, RUNS, 256, rid="runs")
+        until(lambda: ask(a, "/tier/forget", {"rid": "runs"})[0] == 200, "never known")
+        ran = running.result(120.0).output_ids
+    assert held(a, RUNS) == [0, 0, 0]
+    assert found(a, RUNS, ran) == 0
+
+    # A server that is down hears of it when it is back, and one that is killed forgets for good.
+    b.kill()
+    assert forget(a, input_ids=MISSED) == WHOLE
+    assert forget(a, input_ids=RUNS) == WHOLE
+    a.kill()
+    a, b = start_pair()
+    until(lambda: residency(b, MISSED)["nvme"] == 0, "it was down, and never heard")
+    for server, prompt, expected in ((a, RUNS, ran), (b, MISSED, told[3])):
+        assert held(server, prompt) == [0, 0, 0]
+        assert found(server, prompt, expected) == 0
+    assert found(b, KEPT, told[2]) == aligned(LENGTH)
 
 
 def test_each_rank_is_a_peer_and_all_purge(
@@ -132,7 +199,7 @@ def test_each_rank_is_a_peer_and_all_purge(
         busy = pool.submit(b.generate_all, COLD, concurrency=2, num_new=64)
         assert ask(a, "/tier/purge", TENANT)[1]["durable"]
         assert a.generate(OWNED[0], 1, **TENANT).num_cached == 0, "fetched from B, that just purged"
-        until(lambda: not any(held(b, OWNED[1], **TENANT).values()), "B still holds it")
+        until(lambda: not any(held(b, OWNED[1], "peer", **TENANT)), "B still holds it")
         busy.result(120)
     assert compute(b, OWNED[1:], **TENANT) == expected["owned"][1:]
     assert b.generate(OWNED[0], NUM_NEW, **TENANT).output_ids == expected["owned"][0]

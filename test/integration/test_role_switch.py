@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from route_front import Front
 from conftest import PAGE, aligned, make_prompts
 from kit.scrapes import by_rank
 from kit.waiting import eventually
-from prefill_decode import PrefillDecode, spawn_role, transfer_state, wait_until_healthy
+from prefill_decode import PrefillDecode, spawn_role, wait_until_healthy
 from server_process import Server, free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -40,12 +41,8 @@ def record_of(server: Server) -> dict[str, Any]:
 def pair(model: Path, tmp_path: Path) -> Iterator[PrefillDecode]:
     prefill, decode = (("--tier-dir", str(tmp_path / name)) for name in ("one", "two"))
     decode += ("--disaggregation-bootstrap-port", str(OTHER_PORT))
-    made = PrefillDecode.spawn(model, tmp_path, *FLAGS, prefill=prefill, decode=decode)
-    try:
-        made.wait_until_ready()
+    with PrefillDecode.spawn(model, tmp_path, *FLAGS, prefill=prefill, decode=decode) as made:
         yield made
-    finally:
-        made.kill()
 
 
 def change_places(pair: PrefillDecode, port: int) -> None:
@@ -61,22 +58,13 @@ def change_places(pair: PrefillDecode, port: int) -> None:
     pair.prefill, pair.decode = pair.decode, pair.prefill
 
 
-def handed_over(pair: PrefillDecode) -> float:
-    """Bytes that decode had from prefill since it is decode."""
-    state = transfer_state(pair.decode)
-    return state["transfer_bytes:wire"] + state["transfer_bytes:same_host"]
-
-
 def test_roles_change_under_traffic(pair: PrefillDecode, stock: Server) -> None:
     """The orders come while requests run; those end first, in their old roles."""
     expected = [answer.output_ids for answer in stock.generate_all(PROMPTS)]
     long = [answer.output_ids for answer in stock.generate_all(PROMPTS, num_new=LONG)]
     assert [reply.output_ids for reply in pair.generate_all(PROMPTS)] == expected
-    cold_bytes, first, first_port = (
-        handed_over(pair),
-        (pair.prefill, pair.decode),
-        pair.bootstrap_port,
-    )
+    cold_bytes, first_port = pair.handed_over_bytes, pair.bootstrap_port
+    first = (pair.prefill, pair.decode)
     with ThreadPoolExecutor(NUM_PROMPTS) as pool:
         asked = [pool.submit(pair.generate, prompt, LONG) for prompt in PROMPTS]
         seen: list[dict[str, Any]] = []
@@ -97,7 +85,7 @@ def test_roles_change_under_traffic(pair: PrefillDecode, stock: Server) -> None:
     assert decoded.output_ids == expected[0]
     assert prefilled.body["meta_info"]["cached_tokens"] >= aligned(LENGTH), prefilled
     assert [reply.output_ids for reply in pair.generate_all(PROMPTS)] == expected
-    assert handed_over(pair) < 0.1 * cold_bytes, "decode found what it stored as prefill"
+    assert pair.handed_over_bytes < 0.1 * cold_bytes, "decode found what it stored as prefill"
     for server in first:
         text = server.request("/metrics")
         assert by_rank(text, "transfer_rooms_ended_total", outcome="failed") == {"0": 0.0}
@@ -118,20 +106,21 @@ def test_the_picker_moves_a_server_to_work(model: Path, tmp_path: Path) -> None:
     key.write_text(flags[-1])
     one, two, three = (("--tier-dir", str(tmp_path / name)) for name in ("one", "two", "three"))
     two += ("--disaggregation-bootstrap-port", str(OTHER_PORT))
-    pair = PrefillDecode.spawn(model, tmp_path, *flags, prefill=one, decode=two)
-    idle = spawn_role(model, tmp_path / "idle.log", "decode", free_port(), (*flags, *three))
-    urls = [server.url for server in (pair.prefill, pair.decode, idle)]
-    front, prompts, ended = None, iter(make_prompts(4930, 500, 3500)), threading.Event()
+    prompts, ended = iter(make_prompts(4930, 500, 3500)), threading.Event()
 
     def prefills() -> None:
         while not ended.is_set():
             assert pair.generate(next(prompts), 1).status == 200
 
-    try:
-        pair.wait_until_ready()
+    with ExitStack() as held:
+        idle = spawn_role(model, tmp_path / "idle.log", "decode", free_port(), (*flags, *three))
+        held.callback(idle.kill)
+        servers = PrefillDecode.spawn(model, tmp_path, *flags, prefill=one, decode=two)
+        pair = held.enter_context(servers)
         wait_until_healthy(idle)
+        urls = [server.url for server in (pair.prefill, pair.decode, idle)]
         orders = ("--server-key-file", str(key), "--balance", "on", "--balance-cooldown", "10s")
-        front = Front.start(tmp_path, urls, "--envoy", "off", *orders)
+        front = held.enter_context(closing(Front.start(tmp_path, urls, "--envoy", "off", *orders)))
         front.wait_until_ready(3)
         with ThreadPoolExecutor(3) as pool:
             working = [pool.submit(prefills) for _ in range(3)]
@@ -143,8 +132,3 @@ def test_the_picker_moves_a_server_to_work(model: Path, tmp_path: Path) -> None:
                 work.result()
         expected = dict(zip(urls, ("prefill", "decode", "prefill"), strict=True))
         eventually(lambda: {r["url"]: r["role"] for r in front.servers() if r["ready"]} == expected)
-    finally:
-        if front is not None:
-            front.close()
-        idle.kill()
-        pair.kill()

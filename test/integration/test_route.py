@@ -112,8 +112,7 @@ def front(cluster: Cluster) -> Front:
 
 
 def generate(front: Front, prompt: list[int]) -> Answer:
-    sampling = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
-    answer = front.ask("/generate", {"input_ids": prompt, "sampling_params": sampling})
+    answer = front.generate(prompt, NUM_NEW)
     assert answer.status == 200, answer
     return answer
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
-from route_front import Answer, Front
+from route_front import Front
 
 from conftest import make_prompts
 from kit.waiting import eventually
@@ -31,21 +32,17 @@ DEVICE = (
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefillDecode]:
     folder = tmp_path_factory.mktemp("pair")
     tiers = {role: ("--tier-dir", str(folder / role)) for role in ("prefill", "decode")}
-    made = PrefillDecode.spawn(model, folder, *DEVICE, **tiers)
-    yield made
-    made.kill()
+    with PrefillDecode.spawn(model, folder, *DEVICE, **tiers) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def front(pair: PrefillDecode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     urls = [pair.prefill.url, pair.decode.url]
-    pair.wait_until_ready()
-    made = Front.start(tmp_path_factory.mktemp("front"), urls, "--pick-timeout", "2s")
-    try:
+    folder = tmp_path_factory.mktemp("front")
+    with closing(Front.start(folder, urls, "--pick-timeout", "2s")) as made:
         made.wait_until_ready(2)
         yield made
-    finally:
-        made.close()
     assert "Traceback" not in made.log, made.log
 
 
@@ -53,17 +50,12 @@ def rooms(pair: PrefillDecode) -> float:
     return sum(transfer_state(one)["transfer_rooms"] for one in (pair.prefill, pair.decode))
 
 
-def generate(front: Front, prompt: list[int]) -> Answer:
-    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-    return front.ask("/generate", {"input_ids": prompt, "sampling_params": sampling})
-
-
 def test_pair_answers_as_one_server(front: Front, pair: PrefillDecode, stock: Server) -> None:
     """SGLang by itself reads the headers that name the pair at one endpoint only, and gives all
     samples of a prompt one room: one client's ``n`` was 500 after 500."""
     expected = [answer.output_ids for answer in stock.generate_all(PROMPTS)]
     before = transfer_state(pair.decode)["transfer_rooms_ended:done"]
-    answers = [generate(front, prompt) for prompt in PROMPTS]
+    answers = [front.generate(prompt) for prompt in PROMPTS]
     assert [json.loads(answer.body)["output_ids"] for answer in answers] == expected
     body = {"model": "default", "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "n": 4}
     answer = front.ask("/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True})
@@ -99,7 +91,7 @@ def test_client_that_left_early_frees_prefill(front: Front, pair: PrefillDecode)
     finally:
         process.resume()
     front.wait_until_ready(2)
-    assert generate(front, PROMPTS[0]).status == 200
+    assert front.generate(PROMPTS[0]).status == 200
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
@@ -109,16 +101,16 @@ def test_killed_half_is_an_error_until_its_successor(
     """Of the requests that it had; with no other to go to."""
     prompts = make_prompts(4620 + len(role), 3, LONG)
     with ThreadPoolExecutor(len(prompts)) as pool:
-        doomed = [pool.submit(generate, front, prompt) for prompt in prompts]
+        doomed = [pool.submit(front.generate, prompt) for prompt in prompts]
         eventually(lambda: transfer_state(pair.prefill)["transfer_rooms"] >= 1, "a handoff")
         getattr(pair, role).kill()
         statuses = {future.result(60).status for future in doomed}
     assert statuses <= {200, 500, 502, 503} and statuses != {200}, statuses
     if role == "prefill":  # what was tried again waits there for the other, and takes no memory
         eventually(lambda: transfer_state(pair.decode)["transfer_rooms"] == 0, "none is left")
-    eventually(lambda: generate(front, PROMPTS[0]).status == 503, "it is missed")
+    eventually(lambda: front.generate(PROMPTS[0]).status == 503, "it is missed")
     pair.restart(role)
     front.follow([pair.prefill.url, pair.decode.url])
     front.wait_until_ready(2)
-    answer = generate(front, PROMPTS[0])
+    answer = front.generate(PROMPTS[0])
     assert json.loads(answer.body)["output_ids"] == stock.generate(PROMPTS[0]).output_ids

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import SMALL, Disk, Launch, aligned, make_prompts, until
+from conftest import SMALL, Disk, Launch, aligned, make_prompts, outputs, until
 from kit.small_model import write_small_model
-from server_process import Answer, Server
+from server_process import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -36,10 +36,6 @@ def settle(server: Server, disk: Disk) -> None:
 
     until(is_clean, "stores still wait", 60.0)
     server.flush()
-
-
-def outputs(answers: list[Answer]) -> list[list[int]]:
-    return [answer.output_ids for answer in answers]
 
 
 def test_splitting_and_evicting_waiting_nodes_breaks_nothing(server: Server, disk: Disk) -> None:

@@ -72,8 +72,7 @@ def at(port: int, line: str) -> str:
 def test_documented_commands_run_and_ctrl_c_leaves_nothing(
     server_line: str, desk: Desk, port: int, tmp_path: Path
 ) -> None:
-    server = desk.start(at(port, server_line), port, tmp_path / "log")
-    try:
+    with desk.start(at(port, server_line), port, tmp_path / "log") as server:
         assert desk.try_what_is_printed(server)
         for command in GROUPS[server_line]:
             if not command.is_server:
@@ -82,8 +81,6 @@ def test_documented_commands_run_and_ctrl_c_leaves_nothing(
             assert num_tokens(server.log, "device") == 8192
             assert num_tokens(server.log, "host") >= 2 * 8192
         interrupt(server)
-    finally:
-        server.kill()
 
 
 PAIR = pytest.param("scripts/serve-pd", marks=pytest.mark.long)
@@ -93,12 +90,9 @@ PAIR = pytest.param("scripts/serve-pd", marks=pytest.mark.long)
 def test_ctrl_c_during_a_model_load_leaves_nothing(
     command: str, desk: Desk, port: int, tmp_path: Path
 ) -> None:
-    server = desk.start(f"{command} --port {port}", port, tmp_path / "log")
-    try:
+    with desk.start(f"{command} --port {port}", port, tmp_path / "log") as server:
         wait_for(re.compile("server_args="), server)  # it starts the other processes then
         interrupt(server)
-    finally:
-        server.kill()
 
 
 CONFIG = """\
@@ -127,8 +121,7 @@ def test_what_is_printed_works_by_any_address(
     (desk.folder / "tiers.yaml").write_text(CONFIG)
     proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy"), "http://127.0.0.1:9")
     behind = replace(desk, environment={**desk.environment, **proxies})
-    server = behind.start(f"{command} --port {port}", port, tmp_path / "log")
-    try:
+    with behind.start(f"{command} --port {port}", port, tmp_path / "log") as server:
         wait_for(re.compile(r"\[::1\]"), server)
         assert desk.try_what_is_printed(server)
         if command == OF_THE_FILE:
@@ -138,8 +131,6 @@ def test_what_is_printed_works_by_any_address(
         served = len(server.log)
         interrupt(server)
         assert not re.search("Traceback|leaked|crashed", server.log[served:]), server.log[served:]
-    finally:
-        server.kill()
 
 
 HOST_TIER = "sglang serve --radix-cache-backend tiered --enable-hierarchical-cache"
@@ -152,8 +143,7 @@ def test_sglangs_own_commands_serve_with_the_plugin(
 ) -> None:
     """On the CPU platform, which SGLang by itself has not; with a host tier that SGLang sizes."""
     line = f"{command} --model-path M --max-total-tokens 4096 --dtype float32 --port {port}"
-    server = desk.start(line, port, tmp_path / "log")
-    try:
+    with desk.start(line, port, tmp_path / "log") as server:
         server.wait_until_it_generates()
         prompts = [[first] * 1500 for first in (65, 66, 67, 68)]  # more than the device holds
         first_time = [server.generate(prompt) for prompt in prompts]
@@ -162,5 +152,3 @@ def test_sglangs_own_commands_serve_with_the_plugin(
         from_host = sum(answer.cached["host"] for answer in again)
         assert (from_host > 0) == (command == HOST_TIER)
         interrupt(server)
-    finally:
-        server.kill()

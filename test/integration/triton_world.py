@@ -20,7 +20,6 @@ with warnings.catch_warnings():
 
     load_plugins()
     import flash_kernels
-    import flashinfer_kernels
     from attention_world import (
         DIM,
         HEADS,
@@ -117,7 +116,7 @@ def _backends(parent: str, runner: Any) -> tuple[Any, Any]:
     if parent == "triton":
         return TritonAttnBackend(runner), TritonPodAttnBackend(runner)
     if parent == "flashinfer":
-        stock = flashinfer_kernels.install()
+        stock = flash_kernels.install_flashinfer()
         from sglang_tiered.integration.attention.pod_flashinfer import FlashInferPodAttnBackend
 
         return stock(runner), FlashInferPodAttnBackend(runner)

@@ -13,15 +13,11 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 from documented_commands import ROOT
 
 from server_process import START_DEADLINE_S, Server
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 COMMAND_DEADLINE_S = 120.0
 # A server finishes what it is computing and writing; SGLang gives itself up to 30 s for that.
@@ -38,7 +34,7 @@ class Desk:
     environment: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def lay_out(cls, place: Path, model: Path, more: Mapping[str, str] | None = None) -> Desk:
+    def lay_out(cls, place: Path, model: Path) -> Desk:
         """Make ``M``, the model in the pages' commands, the demo model."""
         folder, home = place / "repository", place / "home"
         for path in (folder, home):
@@ -62,7 +58,6 @@ class Desk:
                 "XDG_CACHE_HOME": str(home / ".cache"),
                 "SGLANG_TIERED_DEMO_MODEL": "random",  # at once, and without a network
                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                **(more or {}),
             },
         )
 

@@ -65,9 +65,8 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def stock(model: Path, tmp_path: Path) -> Iterator[Server]:
     flags = ("--tier-mode", "off", "--max-total-tokens", "16384", "--sleep-on-idle")
-    server = Server.start(model, tmp_path / "stock.log", *flags)
-    yield server
-    server.kill()
+    with Server.start(model, tmp_path / "stock.log", *flags) as server:
+        yield server
 
 
 def test_live_servers_answer_right_and_leave_nothing(

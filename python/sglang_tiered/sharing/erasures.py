@@ -233,7 +233,7 @@ class ErasureBook:
             if record is None:  # meanwhile
                 continue
             left -= _RECORD_BYTES + len(record.keys or b"")
-            if left < 0 and packed:
+            if left < 0:
                 break
             age_s = max(now - (record.forget_at - self._retention_s), 0.0)
             packed.append(ErasureNotice(name, age_s, record.tenant, record.keys))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,15 @@ from sglang_tiered.errors import ConfigError
 from sglang_tiered.sharing import sync
 from sglang_tiered.sharing.settings import Target, parse_targets
 from sglang_tiered.sharing.sync import PeerDiscovery
+
+
+def looking(
+    targets: Sequence[Target], ports: Sequence[int], membership: Any = None, every_s: float = 0.02
+) -> tuple[PeerDiscovery, list[tuple[list[str], bool]]]:
+    """A discovery, and what it told."""
+    told: list[tuple[list[str], bool]] = []
+    found = lambda *found: told.append(found)  # noqa: E731
+    return PeerDiscovery(targets, ports, membership=membership, found=found, every_s=every_s), told
 
 
 def test_servers_are_named_by_host_and_port() -> None:
@@ -35,10 +46,7 @@ def test_a_name_that_does_not_resolve_ends_nothing() -> None:
     """Neither at the start nor later, and others are found meanwhile."""
     targets = [Target("no-such-host.invalid", 1), Target("127.0.0.1", 65_534)]
     both = ["tcp://127.0.0.1:65534", "tcp://127.0.0.1:65535"]  # of ranks; there is no third
-    told: list[tuple[list[str], bool]] = []
-    one = PeerDiscovery(
-        targets, (0, 1, 2), membership=None, found=lambda *found: told.append(found), every_s=0.02
-    )
+    one, told = looking(targets, (0, 1, 2))
     try:
         eventually(lambda: told[-1:] == [(both, False)])
         eventually(lambda: "no-such-host.invalid:1 is not found" in one.trouble)
@@ -66,14 +74,8 @@ def test_a_slow_name_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
         exchange=lambda: exchanges.append(time.monotonic()) or ["tcp://192.0.2.1:1"],
         close=lambda: None,
     )
-    told: list[tuple[list[str], bool]] = []
-    one = PeerDiscovery(
-        [Target("slow.example", 1), Target("127.0.0.1", 2)],
-        (0,),
-        membership=membership,  # type: ignore[arg-type]
-        found=lambda *found: told.append(found),
-        every_s=0.5,
-    )
+    targets = [Target("slow.example", 1), Target("127.0.0.1", 2)]
+    one, told = looking(targets, (0,), membership, every_s=0.5)
     try:
         eventually(lambda: any(b - a < 0.9 for a, b in pairwise(exchanges)), "twice as rare")
         eventually(lambda: told[-1:] == [(["tcp://127.0.0.1:2", "tcp://192.0.2.1:1"], False)])
@@ -93,13 +95,7 @@ def test_a_server_leaves_after_it_was_named() -> None:
         return []
 
     membership = SimpleNamespace(exchange=exchange, close=lambda: became.append("gone"))
-    one = PeerDiscovery(
-        [],
-        (0,),
-        membership=membership,  # type: ignore[arg-type]
-        found=lambda *_: None,
-        every_s=0.02,
-    )
+    one, _ = looking([], (0,), membership)
     assert begun.wait(60.0)
     one.close()
     let_go.set()

@@ -239,25 +239,19 @@ def test_own_load_ends_whatever_its_lender_does(world: World, lender: PageLender
         eventually(lambda is_closed=is_closed: is_closed or not lender._source._reads)
 
 
-def test_who_asks_after_an_erasure_joins_no_read(world: World, lender: PageLender) -> None:
-    run = world.stored(1)
-    before = world.ask_held(run)
-    world.generation += 1
-    after = world.borrow().submit_load(blank(run))
-    eventually(lambda: len(lender._source._reads) == 2)
-    world.let_go.set()
-    assert finished(before) == finished(after) == [OK]
-
-
-def test_who_asks_after_an_erasure_joins_no_load(world: World, lender: PageLender) -> None:
-    """Of the process that lends: its pages may be those that were erased."""
+@pytest.mark.parametrize("is_own", [False, True])
+def test_who_asks_after_an_erasure_joins_nothing(
+    world: World, lender: PageLender, is_own: bool
+) -> None:
+    """Neither a read for another, nor a load of the process that lends: its pages may be those that
+    were erased."""
     run = world.stored(1)
     world.let_go.clear()
-    own = lender.load(blank(run), world.submit)
+    before = lender.load(blank(run), world.submit) if is_own else world.ask(run)
     assert world.begun.wait(TIMEOUT_S)
     world.begun.clear()
     world.generation += 1
-    after = world.ask(run)
-    assert world.begun.wait(TIMEOUT_S), "it waits for the load from before"
+    after = world.borrow().submit_load(blank(run))
+    assert world.begun.wait(TIMEOUT_S), "it waits for what began before"
     world.let_go.set()
-    assert finished(own) == finished(after) == [OK]
+    assert finished(before) == finished(after) == [OK]

@@ -21,7 +21,6 @@ from page_peers import (
 )
 
 from server_process import free_port
-from sglang_tiered.sharing.mirror import Mirror, fingerprints_of
 from sglang_tiered.sharing.pages import messages
 from sglang_tiered.sharing.pages.server import PageServer
 from sglang_tiered.sharing.peer_tier import PeerLoader
@@ -34,24 +33,19 @@ def at(server: StrangeServer | PageServer) -> str:
     return f"tcp://{HOST}:{server.port}"
 
 
-def blank(more: int = 0, pages: Pages = PAGES) -> Run:
-    """Room for the pages, each by so much too long."""
-    return Run(tuple(pages), tuple((memoryview(bytearray(len(p) + more)),) for p in pages.values()))
+def blank(pages: Pages = PAGES) -> Run:
+    """Room for the pages."""
+    return Run(tuple(pages), tuple((memoryview(bytearray(len(p))),) for p in pages.values()))
 
 
-def mirror_of(*holders: str, first: str) -> Mirror:
-    """All of them have all pages; the first page is asked of ``first``."""
-    for salt in range(100):
-        mirror = Mirror(1000, 4, salt=salt, digest=bytes, clock=time.monotonic)
-        for address in holders:
-            known = mirror.join(address, address)
-            assert known is not None
-            known.is_live = True
-            assert mirror.add_pages(known, fingerprints_of(list(PAGES)))
-            mirror.loaded(known)
-        if mirror.find(list(PAGES)) == [first] * len(PAGES):
-            return mirror
-    raise AssertionError("it is never asked first")
+def told_to_avoid(pauses: list[float], *holders: str) -> Any:
+    """A mirror that finds all pages at the first of these that is asked for."""
+    return SimpleNamespace(
+        find=lambda keys, without: [
+            next((each for each in holders if each not in without), None) for _ in keys
+        ],
+        avoid=lambda address, seconds: pauses.append(seconds),
+    )
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
@@ -62,8 +56,8 @@ def test_a_holder_that_failed_is_not_asked_again(is_silent: bool, is_alone: bool
     with StrangeServer() as liar, page_server(PAGES) as (other, _), page_client() as client:
         first, second = (at(each) for each in (liar, other))
         holders = [first] if is_alone else [first, second]
-        mirror = mirror_of(*holders, first=first)
-        mirror.avoid = lambda address, seconds: avoided.append(address)  # type: ignore[method-assign]
+        mirror = told_to_avoid([], *holders)
+        mirror.avoid = lambda address, _: avoided.append(address)
         loader = PeerLoader(lambda: mirror, client, time.monotonic)
         job = loader.submit(blank(), NAMESPACE, deadline_s=0.2 if is_silent else None)
         asked = liar.hear()
@@ -79,12 +73,8 @@ def test_a_holder_that_failed_is_not_asked_again(is_silent: bool, is_alone: bool
 def test_lost_holder_is_avoided_with_growing_pauses() -> None:
     """However many requests were lost with it."""
     gone, pauses, now = f"tcp://{HOST}:{free_port()}", list[float](), [100.0]
-    mirror = SimpleNamespace(
-        find=lambda keys, without: [None if without else gone] * len(keys),
-        avoid=lambda address, seconds: pauses.append(seconds),
-    )
     with page_client(replace(PATIENT, request_bytes=1)) as client:
-        loader = PeerLoader(lambda: mirror, client, lambda: now[0])  # type: ignore[arg-type]
+        loader = PeerLoader(lambda: told_to_avoid(pauses, gone), client, lambda: now[0])
         for _ in range(9):
             job = loader.submit(blank(), NAMESPACE, deadline_s=None)
             assert job.wait(DEADLINE_S) and job.reasons == [Reason.IO_ERROR] * 2
@@ -95,26 +85,16 @@ def test_lost_holder_is_avoided_with_growing_pauses() -> None:
 def test_more_pages_than_a_message_names_are_loaded() -> None:
     pages = make_pages(2, [1] * (messages.MAX_REQUEST_PAGES + 1))
     with page_server(pages) as (server, _), page_client() as client:
-        mirror = told_to_avoid(at(server), [])
-        loader = PeerLoader(lambda: mirror, client, time.monotonic)
-        job = loader.submit(blank(pages=pages), NAMESPACE, deadline_s=None)
+        loader = PeerLoader(lambda: told_to_avoid([], at(server)), client, time.monotonic)
+        job = loader.submit(blank(pages), NAMESPACE, deadline_s=None)
         assert job.wait(DEADLINE_S) and job.reasons == [Reason.OK] * len(pages)
-
-
-def told_to_avoid(holder: str, pauses: list[float]) -> Any:
-    """A mirror that finds all pages at one holder."""
-    return SimpleNamespace(
-        find=lambda keys, without: [None if without else holder] * len(keys),
-        avoid=lambda address, seconds: pauses.append(seconds),
-    )
 
 
 def test_damaged_pages_cost_a_good_holder_little() -> None:
     """Whoever gave whole pages since is avoided as shortly as at first."""
     pauses, now = list[float](), [100.0]
     with StrangeServer() as server, page_client() as client:
-        mirror = told_to_avoid(at(server), pauses)
-        loader = PeerLoader(lambda: mirror, client, lambda: now[0])
+        loader = PeerLoader(lambda: told_to_avoid(pauses, at(server)), client, lambda: now[0])
         damaged = {key: bytes(len(page)) for key, page in PAGES.items()}
         for is_whole in (False, False, True, False):
             job = loader.submit(blank(), NAMESPACE, deadline_s=None)
@@ -135,8 +115,7 @@ def test_late_pages_blame_nobody_who_answers(is_sent: bool) -> None:
     pauses = list[float]()
     wanted = replace(PATIENT, max_requests=8 if is_sent else 1)
     with StrangeServer() as server, page_client(wanted) as client:
-        mirror = told_to_avoid(at(server), pauses)
-        loader = PeerLoader(lambda: mirror, client, time.monotonic)
+        loader = PeerLoader(lambda: told_to_avoid(pauses, at(server)), client, time.monotonic)
         loader.submit(blank(), NAMESPACE, deadline_s=None)
         first = server.hear()
         late = loader.submit(blank(), NAMESPACE, deadline_s=1.0 if is_sent else 0.1)

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from host_pools import hashes
+from host_pools import LAYOUT, PAGE, PAGES, extent, hashes, heads_pools, latent_pools
 from page_calls import load_pages, store_pages
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-from sglang_pools import LAYOUT, PAGE, PAGES, extent, heads_pools, latent_pools
 from storages import Storages
 
 from sglang_tiered.codecs import make_codec

@@ -16,8 +16,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
-from slow_weights import Weights
-from storages import Storages
+from storages import Storages, Weights
 
 from kit.waiting import eventually
 from sglang_tiered.checksummed import seal, unseal

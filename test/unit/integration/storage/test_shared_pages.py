@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from host_pools import hashes, storage_config
+from host_pools import PAGE, hashes, heads_pools, latent_pools, storage_config
 from page_calls import load_pages, store_pages
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-from sglang_pools import PAGE, heads_pools, latent_pools
 from storages import Storages
 
 from kit.waiting import eventually
