@@ -7,13 +7,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from bucket_engines import open_engine
+
 from kit.request_hooks import listed
-from kit.runs import NAMESPACE, make_run, of
+from kit.runs import make_run, of
 from kit.tiers import open_region, store
 from kit.waiting import TIMEOUT_S, eventually
-from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.storage.base import PIECE_KEYS, Erasure
-from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.promises import ended, is_true
 from sglang_tiered.storage.stack import TierStack
 
@@ -51,11 +51,11 @@ def test_only_what_is_not_known_is_erased(tmp_path: Path) -> None:
 
 def test_memory_hears_what_the_bucket_knew_before(tmp_path: Path) -> None:
     """As when tiers are attached to a running server, and another one has purged meanwhile."""
-    settings = ObjectConfig(url=(tmp_path / "bucket").as_uri())
-    other = BucketEngine(settings, namespace=NAMESPACE)
+    url = (tmp_path / "bucket").as_uri()
+    other = open_engine(url)
     assert is_true(other.erase(Erasure(None, TENANT)), TIMEOUT_S)
     other.close()
-    bucket = BucketEngine(settings, namespace=NAMESPACE)
+    bucket = open_engine(url)
     assert bucket.refresh(TIMEOUT_S)
     heard: list[Any] = []
     stack = TierStack(
@@ -69,8 +69,7 @@ def test_memory_hears_what_the_bucket_knew_before(tmp_path: Path) -> None:
 
 def test_what_was_collected_is_not_durable(tmp_path: Path) -> None:
     """By a server of a smaller cap, or by hand: nobody lists what is gone for ten minutes."""
-    settings = ObjectConfig(url=(tmp_path / "shared").as_uri(), staging_bytes=1 << 22)
-    bucket = BucketEngine(settings, namespace=NAMESPACE)
+    bucket = open_engine((tmp_path / "shared").as_uri())
     stack, run = TierStack(open_region(tmp_path / "own"), [bucket]), make_run(1, [8192] * 4)
     store(stack, of(TENANT, run))
     assert stack.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kit.faulty import fail_once
 from kit.runs import OTHER_NAMESPACE, blank, make_run, of, page_data, select
+from kit.stores import damage
 from kit.tiers import load, loads, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, JobKind, Reason, Tier
@@ -39,11 +39,6 @@ def test_a_page_the_disk_lost_comes_from_below(still: TierStack, tiers: Any) -> 
     assert still.stack_stats().num_recovered == 1
     tiers.until(num_promoted=1)
     assert still.nvme.view.contains(run.keys) == [True, True, True, False]
-
-
-def damage(directory: Path, data: bytes) -> None:
-    for file in directory.glob("*.kv"):
-        file.write_bytes(file.read_bytes().replace(data, bytes([data[0] ^ 1]) + data[1:]))
 
 
 @pytest.mark.parametrize(
@@ -340,8 +335,12 @@ def test_staging_is_bounded_and_awaited_without_a_lock(
 
 
 def test_flush_goes_first_and_says_what_is_durable(still: TierStack, tiers: Any) -> None:
+    """And it outlasts a pause of NVMe."""
     run, other = of(TENANT, make_run(1, PAGES)), make_run(2, PAGES)
     store(still, select(run, [0, 1, 2]), other)
+    assert isinstance(still.nvme, RegionEngine)
+    still.nvme._disk.fault("a test")  # for a second
+    assert still.nvme.health is not Health.RUNNING
     assert still.flush_to_bucket(run.keys, TIMEOUT_S) == [True, True, True, False]
     assert tiers.bucket.contains(other.keys) == [False] * 4
 
@@ -355,15 +354,6 @@ def test_flush_to_an_unreachable_tier_ends_in_time(engine: TierStack, tiers: Any
     assert time.monotonic() - begun < 5
     threading.Timer(0.1, lambda: setattr(tiers.bucket, "sick", False)).start()
     assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
-
-
-def test_flush_outlasts_a_pause_of_nvme(still: TierStack) -> None:
-    run = make_run(1, PAGES)
-    store(still, run)
-    assert isinstance(still.nvme, RegionEngine)
-    still.nvme._disk.fault("a test")  # for a second
-    assert still.nvme.health is not Health.RUNNING
-    assert still.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
 
 
 def test_flush_ends_in_time_while_nvme_hangs(
