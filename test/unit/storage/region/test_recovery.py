@@ -45,12 +45,6 @@ def run_recovery(directory: Path, namespace: bytes = NAMESPACE) -> RecoveryRepor
     return recovery.report
 
 
-def test_a_start_removes_an_earlier_checkpoint(directory: Path) -> None:
-    (directory / "CHECKPOINT").write_bytes(b"of an earlier program")
-    assert run_recovery(directory).num_pages == 9
-    assert not (directory / "CHECKPOINT").exists()
-
-
 def test_a_report_counts_what_was_found(directory: Path) -> None:
     """A region is walked once; numbers of removed files are not used again."""
     sealed = RecoveryReport(next_sequence=3, num_regions=3, num_pages=9)
