@@ -1,5 +1,5 @@
-"""What tiers wait for: loads over several holders, futures, which end exactly once and at the latest
-when their tier is closed, and ever longer pauses. Their users test the rest."""
+"""What tiers wait for: loads over several holders, futures, which end exactly once and at the
+latest when their tier is closed, and ever longer pauses. Their users test the rest."""
 
 from __future__ import annotations
 

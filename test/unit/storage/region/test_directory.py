@@ -1,5 +1,5 @@
-"""What may be used as a tier directory, by one holder at a time, and what is left alone; and how many
-files may be open in it."""
+"""What may be used as a tier directory, by one holder at a time, and what is left alone; and how
+many files may be open in it."""
 
 from __future__ import annotations
 
