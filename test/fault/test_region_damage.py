@@ -21,8 +21,8 @@ from sglang_tiered.storage.region.format import BLOCK_BYTES, RegionHeader, pack_
 REGION = 64 * 1024
 
 
-def open_engine(directory: Path, regions: int = 8) -> RegionEngine:
-    return open_region(directory, capacity_bytes=regions * REGION, region_bytes=REGION)
+def open_engine(directory: Path) -> RegionEngine:
+    return open_region(directory, capacity_bytes=8 * REGION, region_bytes=REGION)
 
 
 def region_files(directory: Path) -> list[Path]:
@@ -130,19 +130,6 @@ def test_files_harmed_while_running(tmp_path: Path, harm: str) -> None:
     assert engine.stats().health is Health.RUNNING
     engine.close()
     assert pages_after(tmp_path / "s", [after]) == [[True]], "acknowledged, then lost"
-
-
-def test_smaller_cap_removes_the_oldest_at_open(tmp_path: Path) -> None:
-    runs = [make_run(seed, [12_288] * 3) for seed in range(5)]
-    engine = open_engine(tmp_path / "s")
-    for run in runs:
-        finished(engine.submit_store(run))
-    engine.close()
-    engine = open_engine(tmp_path / "s", regions=2)
-    found = [loaded(engine, run) == [True] * 3 for run in runs]
-    assert found == [False, False, False, True, True]
-    assert len(region_files(tmp_path / "s")) == 2
-    engine.close()
 
 
 def test_newer_format_is_refused_and_no_byte_changes(

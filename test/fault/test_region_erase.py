@@ -239,12 +239,13 @@ def test_a_large_erasure_lets_lookups_between(
         assert (held(engine, OF_A), held(engine, OF_B)) == (0, 12)
 
 
-def test_a_region_emptied_by_purge_is_freed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", [Erasure(tenant=A), Erasure.of(keys(range(60)))])
+def test_a_region_that_erasing_empties_is_freed(tmp_path: Path, what: Erasure) -> None:
     with running(tmp_path, SimulatedDevice()) as engine:
         for start in range(0, 60, 6):
             assert store(engine, keys(range(start, start + 6)), A) == [Reason.OK] * 6
         before = engine.stats().physical_bytes
-        assert is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
+        assert is_true(engine.erase(what), TIMEOUT_S)
         assert before > 3 * REGION
         eventually(lambda: engine.stats().physical_bytes <= REGION)  # only the open one stays
         assert engine.stats().num_pages_evicted == 0

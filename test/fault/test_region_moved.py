@@ -70,14 +70,6 @@ def test_a_lost_lock_ends_in_misses(tmp_path: Path, what: str) -> None:
         assert Ledger().load(again, SECOND) == [Reason.OK] * 6
 
 
-def test_a_purge_alone_notices_a_lost_lock(tmp_path: Path) -> None:
-    with running(tmp_path, None, capacity_bytes=CAPACITY) as engine:
-        Ledger().store(engine, FIRST)
-        (tmp_path / LOCK_NAME).unlink()
-        assert not is_true(engine.erase(Erasure.of(FIRST)), TIMEOUT_S)
-        assert not (tmp_path / ERASED_NAME).exists()
-
-
 def test_reclaim_removes_no_file_of_others(tmp_path: Path) -> None:
     """Something else has been put under the name of a region that goes."""
     home = tmp_path / "store"

@@ -48,7 +48,7 @@ from sglang_tiered.storage.region.format import BLOCK_BYTES, padded, parse_regio
 
 REGION = 48 * 1024
 NUM_REGIONS = 4
-NAMESPACES = (b"\x11" * 32, b"\x22" * 32)
+NAMESPACES = (b"\x11" * 32, b"\x11" * 31 + b"\x22")
 KEYS = [key(number) for number in range(24)]
 SERVED = {Reason.OK, Reason.DUPLICATE}
 
@@ -453,7 +453,7 @@ RUNS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "namespaces share the log": [
         *[("store", [KEYS[:4]]), ("reopen", NAMESPACES[1]), ("lookup", KEYS[:4])],
-        *[("store", [KEYS[:4]]), ("reopen", NAMESPACES[0]), ("load", KEYS[:4])],
+        *[("store", [KEYS[:4]]), ("load", KEYS[:4]), ("reopen", NAMESPACES[0]), ("load", KEYS[:4])],
     ],
     "the later copy of a damaged page counts": [
         *[("store", [KEYS[:4]]), ("reopen", NAMESPACES[0])],

@@ -12,7 +12,7 @@ from kit.runs import make_run
 from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import Job, JobKind, Reason
 from sglang_tiered.storage.jobs import LoadPart, SplitLoad
-from sglang_tiered.storage.promises import Promises, all_true, is_true, keep, promise
+from sglang_tiered.storage.promises import Promises, keep, promise
 
 RUN = make_run(1, [100] * 3)
 OK, MISS = Reason.OK, Reason.MISS
@@ -58,18 +58,6 @@ def test_what_raises_still_ends_the_load() -> None:
     assert job.done and job.reasons == [Reason.IO_ERROR] * 3 and over == [job]
 
 
-def test_the_whole_ends_with_its_last_part() -> None:
-    job = Job(JobKind.LOAD, RUN)
-    first, second = promise(), promise()
-    whole = all_true([first, second], [job])
-    keep(second, True)
-    job.finish()
-    assert not is_true(whole, 0.0)
-    assert not whole.done()
-    keep(first, True)
-    assert whole.result(0.0)
-
-
 def test_who_waits_cannot_cancel_for_others() -> None:
     future = promise()
     assert not future.cancel()
@@ -78,13 +66,9 @@ def test_who_waits_cannot_cancel_for_others() -> None:
     assert future.result(0.0) is True
 
 
-def test_closing_ends_what_is_left_and_what_comes() -> None:
+def test_closing_ends_what_comes_later() -> None:
     promises = Promises()
-    kept, left = promises.make(), promises.make()
-    whole = promises.watch(all_true([promise()]))  # of a part that hangs
-    keep(kept, True)
     promises.close()
-    assert [future.result(0.0) for future in (kept, left, whole)] == [True, False, False]
     assert promises.make().result(0.0) is False
 
 

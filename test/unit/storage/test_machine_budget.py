@@ -158,11 +158,18 @@ def test_what_lies_beside_is_left_alone(tmp_path: Path) -> None:
     assert (place / "notes.txt").read_text() == "mine"
 
 
-def test_a_table_of_another_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "budget").mkdir()
-    (tmp_path / "budget" / "TABLE-2").write_bytes(b"of the future")
+def test_another_version_and_everybodys_directory_are_refused(tmp_path: Path) -> None:
+    place = tmp_path / "budget"
+    place.mkdir()
+    (tmp_path / "a").mkdir()
+    (place / "TABLE-2").write_bytes(b"of the future")
     with pytest.raises(ConfigError, match="TABLE-2, of another version"):
         member(tmp_path, "a").join()
+    (place / "TABLE-2").unlink()
+    place.chmod(0o777)
+    with pytest.raises((ConfigError, StoreError), match="budget"):
+        member(tmp_path, "a").join()
+    assert not list(place.glob("SERVER-*"))
 
 
 def test_a_closed_shard_gives_its_oldest(tmp_path: Path) -> None:
@@ -228,15 +235,6 @@ def test_floors_of_its_own_other_ranks_refuse_nothing(tmp_path: Path) -> None:
     joined(tmp_path, "mine/tp0of2", floor=250)
     with pytest.raises(ConfigError, match="--tier-nvme-floor 501 does not fit"):
         member(tmp_path, "mine/tp1of2", floor=501).join()
-
-
-def test_a_directory_of_everybody_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "budget").mkdir()
-    (tmp_path / "budget").chmod(0o777)
-    (tmp_path / "a").mkdir()
-    with pytest.raises((ConfigError, StoreError), match="budget"):
-        member(tmp_path, "a").join()
-    assert not list((tmp_path / "budget").glob("SERVER-*"))
 
 
 @pytest.mark.parametrize("field", ["name", "floor_bytes", "cap_bytes", "due_bytes", "held_bytes"])

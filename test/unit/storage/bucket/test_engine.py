@@ -229,14 +229,6 @@ def test_erasures_are_finished_after_internal_errors(
     eventually(lambda: not listed(engine, engine._state.layout.pages), "it is not tried again")
 
 
-def test_a_bucket_that_failed_is_asked_again_soon(make_engine: Any) -> None:
-    """And not with the next look for what others did, which is an hour away."""
-    engine = make_engine()
-    assert engine.refresh(TIMEOUT_S)
-    engine._requests.breaker.fault("testing")
-    eventually(lambda: engine.health is Health.RUNNING)
-
-
 def test_an_upload_later_than_closing_ends_nothing_twice(make_engine: Any) -> None:
     engine = make_engine(request_timeout_s=0.1)
     gate = Gate(engine, "put", "/pages/")

@@ -3,7 +3,6 @@ they deleted is copied again."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +28,6 @@ def test_no_piece_has_the_id_of_the_whole() -> None:
     assert [each.id for each in pieces] == [each.id for each in Erasure(MANY, None, what.id).pieces]
     few = Erasure(MANY[:PIECE_KEYS])
     assert [each.id for each in few.pieces] == [few.id]
-
-
-def test_only_what_is_not_known_is_erased(tmp_path: Path) -> None:
-    """Or did not last: then it is tried again."""
-    nvme, what, asked = open_region(tmp_path / "store"), Erasure(MANY), list[bytes]()
-    lasts = [False]
-
-    def erase(piece: Erasure) -> Future[bool]:
-        asked.append(piece.id)
-        return nvme.erase(piece) if lasts[0] else ended(False)
-
-    assert is_true(nvme.erase(what.pieces[1]), TIMEOUT_S)
-    assert not is_true(nvme.erase_told(what, erase), TIMEOUT_S)
-    lasts[0] = True
-    for _ in range(2):
-        assert is_true(nvme.erase_told(what, erase), TIMEOUT_S)
-    assert asked == [what.pieces[0].id, what.pieces[2].id] * 2
-    nvme.close()
 
 
 def test_memory_hears_what_the_bucket_knew_before(tmp_path: Path) -> None:
