@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from bucket_engines import open_engine
 
 from kit.faulty import fail_once
+from kit.request_hooks import listed
 from kit.runs import OTHER_NAMESPACE, blank, make_run, of, page_data, select
 from kit.stores import damage
-from kit.tiers import load, loads, store
+from kit.tiers import load, loads, open_region, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, JobKind, Reason, Tier
 from sglang_tiered.storage.promises import is_true
@@ -388,3 +391,20 @@ def test_nvme_is_closed_whatever_its_bucket_does(
         with pytest.raises(ZeroDivisionError):
             engine.close()
     assert tiers.open().lookup(run.keys).num_hits == 4
+
+
+def test_what_was_collected_is_not_durable(tmp_path: Path) -> None:
+    """By a server of a smaller cap, or by hand: nobody lists what is gone for ten minutes."""
+    bucket = open_engine((tmp_path / "shared").as_uri())
+    stack, run = TierStack(open_region(tmp_path / "own"), [bucket]), make_run(1, [8192] * 4)
+    store(stack, of(TENANT, run))
+    assert stack.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+    for _ in range(2):
+        paths = listed(bucket, bucket._state.layout.pages)
+        assert len(paths) == 4, "what NVMe holds goes up again"
+        bucket._requests.delete(paths)
+        assert stack.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+    bucket._requests.delete(listed(bucket, bucket._state.layout.pages))
+    assert is_true(stack.nvme.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
+    assert stack.flush_to_bucket(run.keys, TIMEOUT_S) == [False] * 4
+    stack.close()
