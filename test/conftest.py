@@ -1,4 +1,4 @@
-"""Fixtures every test may use: a clean environment and deterministic runs of pages."""
+"""Fixtures every test may use: a clean environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import hypothesis
 import pytest
 
 from kit import coverage_figure
-from kit.runs import Blank, MakeRun, PageData, blank, make_run, page_data
 
 if TYPE_CHECKING:
     from zygote import Zygotes
@@ -79,21 +78,3 @@ def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygotes]:
     made = Zygotes(tmp_path_factory.mktemp("zygotes") / "log")
     yield made
     made.close()
-
-
-@pytest.fixture(name="make_run")
-def make_run_fixture() -> MakeRun:
-    """``make_run(seed, sizes)``: see ``kit.runs``."""
-    return make_run
-
-
-@pytest.fixture(name="blank")
-def blank_fixture() -> Blank:
-    """``blank(run)``: the same keys with buffers to load into."""
-    return blank
-
-
-@pytest.fixture(name="page_data")
-def page_data_fixture() -> PageData:
-    """``page_data(run)``: the bytes of every page."""
-    return page_data

@@ -104,33 +104,27 @@ loads_from = pytest.mark.parametrize("place", [*LOOKED_UP, SAYS_ALL], indirect=T
 
 @loads_from
 def test_what_was_stored_comes_back(place: Place, make_run: MakeRun) -> None:
-    run = make_run(1, ODD_SIZES)
+    """In other segments, too, and into pages of one pool, which a disk fills as they are."""
+    run, cut, aligned = (
+        make_run(1, ODD_SIZES),
+        make_run(2, [(5000, 5000)]),
+        make_run(3, [8192] * 40),
+    )
     place.store(run)
     assert place.tier.lookup(run.keys) == LookupResult(run.num_pages, Stop.END)
     assert place.tier.contains(run.keys) == [True] * run.num_pages
     loads(place.tier, run)
-
-
-@loads_from
-def test_segmentation_may_differ_between_store_and_load(place: Place, make_run: MakeRun) -> None:
-    run = make_run(2, [(5000, 5000)])
-    place.store(run)
+    place.store(cut)
     buffer = memoryview(bytearray(10_003))
-    target = Run(run.keys, ((buffer[3:9], buffer[9:7000], buffer[7000:]),))
+    target = Run(cut.keys, ((buffer[3:9], buffer[9:7000], buffer[7000:]),))
     assert place.load(target) == [Reason.OK]
-    assert bytes(buffer[3:]) == b"".join(run.pages[0])
+    assert bytes(buffer[3:]) == b"".join(cut.pages[0])
     assert bytes(buffer[:3]) == b"\0\0\0", "a byte beside the page was touched"
-
-
-@loads_from
-def test_aligned_pages_of_one_pool(place: Place, make_run: MakeRun) -> None:
-    size, count = 8192, 40
-    pool = aligned_buffer(size * count)
-    source = make_run(3, [size] * count)
-    place.store(source)
-    pages = tuple((pool[i * size : (i + 1) * size],) for i in range(count))
-    assert set(place.load(Run(source.keys, pages))) == {Reason.OK}
-    assert bytes(pool) == b"".join(page[0] for page in source.pages)
+    place.store(aligned)
+    pool = aligned_buffer(8192 * 40)
+    pages = tuple((pool[start : start + 8192],) for start in range(0, len(pool), 8192))
+    assert set(place.load(Run(aligned.keys, pages))) == {Reason.OK}
+    assert bytes(pool) == b"".join(page_data(aligned))
 
 
 def test_lookup_counts_leading_hits_only(place: Place, make_run: MakeRun) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from kit.memory import MemoryEngine
 from kit.runs import MakeRun, blank, make_run, of, page_data, select
+from kit.stores import damage
 from kit.tiers import KEEPING, close_whole, loads, open_tier
 from kit.waiting import TIMEOUT_S, finished
 from sglang_tiered.storage.base import (
@@ -203,7 +204,7 @@ def as_stored(engine: TierEngine, run: Run) -> Run:
     return Run(run.keys, tuple(encoding.encode(page) for page in run.pages), run.tenant)
 
 
-def damage(engine: TierEngine, directory: Path, data: bytes) -> None:
+def flip(engine: TierEngine, directory: Path, data: bytes) -> None:
     """Flip a bit of the stored copy of ``data``, behind the engine's back."""
     changed = bytes([data[0] ^ 1]) + data[1:]
     if isinstance(engine, MemoryEngine):
@@ -215,8 +216,7 @@ def damage(engine: TierEngine, directory: Path, data: bytes) -> None:
             stored = bytes(client.get(each.path, each.size))
             if data in stored:
                 client.put(each.path, stored.replace(data, changed))
-    for file in directory.glob("*.kv"):
-        file.write_bytes(file.read_bytes().replace(data, changed))
+    damage(directory, data)
 
 
 def test_a_flipped_bit_is_corrupt_then_a_miss(
@@ -224,7 +224,7 @@ def test_a_flipped_bit_is_corrupt_then_a_miss(
 ) -> None:
     run = make_run(16, [4096, 4096, 4096])
     store(engine, run)
-    damage(engine, tmp_path / "store", page_data(as_stored(engine, run))[1])
+    flip(engine, tmp_path / "store", page_data(as_stored(engine, run))[1])
     target = blank(run)
     assert load(engine, target) == [Reason.OK, Reason.CORRUPT, Reason.OK]
     assert load(engine, blank(run)) == [Reason.OK, Reason.MISS, Reason.OK]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from bucket_engines import open_engine
 from peer_servers import quick
 from simulation.engine import REGION
 
 from kit.runs import NAMESPACE
-from sglang_tiered.remote_config import ObjectConfig
 from sglang_tiered.sharing.peer_tier import PeerTier
 from sglang_tiered.sharing.settings import Target
 from sglang_tiered.storage.base import Erasure, Tier, TierEngine
-from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.region import RegionEngine
 from sglang_tiered.storage.stack import TierStack
 
@@ -58,10 +57,7 @@ class Servers:
         if Tier.OBJECT in self._beyond:
             url = (self._directory / "bucket").as_uri()
             wall_clock = lambda: time.time() - behind_s  # noqa: E731
-            bucket = ObjectConfig(
-                url=url, staging_bytes=1 << 22, num_connections=2, refresh_s=600.0
-            )
-            remote.append(BucketEngine(bucket, namespace=namespace, wall_clock=wall_clock))
+            remote.append(open_engine(url, namespace=namespace, wall_clock=wall_clock))
 
         def on_told(what: Erasure) -> Future[bool]:
             self.told.append(what)

@@ -8,22 +8,11 @@ import time
 from typing import TYPE_CHECKING
 
 from kit.memory import MemoryEngine
-from sglang_tiered.storage.base import (
-    NO_TENANT,
-    Health,
-    Job,
-    JobKind,
-    LookupResult,
-    PinInfo,
-    Reason,
-    Run,
-    Stop,
-    Tier,
-)
+from sglang_tiered.storage.base import Health, Job, JobKind, Reason, Run, Tier
 from sglang_tiered.storage.promises import ended
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from sglang_tiered.storage.base import Erasure, TierStats
@@ -33,8 +22,8 @@ class SharedTier(MemoryEngine):
     """A remote tier over a dictionary. ``hold`` keeps jobs from running
     until ``release``; ``refuse`` ends stores with a reason; ``sick`` makes it serve nothing."""
 
-    def __init__(self, capacity_bytes: int = 1 << 30, tier: Tier = Tier.OBJECT) -> None:
-        super().__init__(capacity_bytes)
+    def __init__(self, tier: Tier = Tier.OBJECT) -> None:
+        super().__init__(1 << 30)
         self.tier = tier
         self.holding: set[JobKind] = set()
         self.refuse: Reason | None = None
@@ -45,7 +34,6 @@ class SharedTier(MemoryEngine):
         self.deadlines: list[float | None] = []
         self.hidden: set[bytes] = set()  # keys
         self.num_looks = 0  # at its health
-        self.named: dict[str, PinInfo] = {}  # pins, which keep nothing here
         self._held: list[tuple[Job, float | None]] = []
         self._guard = threading.Lock()
 
@@ -56,11 +44,6 @@ class SharedTier(MemoryEngine):
 
     def confirm(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         return self.contains(keys)
-
-    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
-        found = super().lookup(keys)
-        hidden = next((i for i, key in enumerate(keys) if key in self.hidden), len(keys))
-        return found if hidden >= found.num_hits else LookupResult(hidden, Stop.MISS)
 
     def submit_store(self, run: Run) -> Job:
         return self._submit(self._open(JobKind.STORE, run), None)
@@ -126,47 +109,9 @@ class SharedTier(MemoryEngine):
                 self.hidden |= {key for key, page in pages if what.tenant in (None, page.tenant)}
         return ended(True)
 
-    def pin(
-        self,
-        name: str,
-        keys: Iterable[bytes],
-        tenant: bytes = NO_TENANT,
-        until_s: float | None = None,
-        data: bytes = b"",
-    ) -> Future[bool]:
-        self.named[name] = PinInfo(name, tenant, len(list(keys)), 0, until_s, data)
-        return ended(True)
-
-    def unpin(self, name: str) -> Future[bool]:
-        self.named.pop(name, None)
-        return ended(True)
-
-    def has_pin(self, name: str) -> bool:
-        return name in self.named
-
-    def pins(self) -> list[PinInfo]:
-        return list(self.named.values())
-
-    def pin_notes(self, tenant: bytes) -> list[tuple[str, bytes]]:
-        return [(each.name, each.data) for each in self.named.values() if each.tenant == tenant]
-
-    @property
-    def pinned_bytes(self) -> int:
-        return 0
-
-    @property
-    def pin_bound_bytes(self) -> int:
-        return 1 << 30
-
     def report_erased(self, told: Callable[[Sequence[Erasure]], None]) -> None:
-        self.told = told
-
-    def object_stats(self) -> None:
-        """Nothing."""
+        """Nobody else erases anything."""
 
     @property
     def has_listed(self) -> bool:
-        return self.known
-
-    def refresh(self, timeout_s: float) -> bool:
         return self.known

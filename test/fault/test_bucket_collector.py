@@ -6,24 +6,24 @@ Ages are made by moving the collector's clock, which is the store's; nothing wai
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bucket_engines import TIMEOUT_S, collect, load, opened, paths, run_of, store
+from bucket_engines import collect, load, opened, paths, run_of, store
 from object_proxy import FaultProxy, status
 
+from kit.request_hooks import listed
 from kit.runs import NAMESPACE
-from kit.waiting import eventually
+from kit.waiting import TIMEOUT_S, eventually
 from sglang_tiered.storage.base import Erasure, Health, PinRefusal, Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.collect import Collector
 from sglang_tiered.storage.bucket.directory import STAGED
 from sglang_tiered.storage.bucket.names import ERASED, Layout
-from sglang_tiered.storage.bucket.requests import BucketError, Failure, Requests
+from sglang_tiered.storage.bucket.requests import BucketError, Requests
 from sglang_tiered.storage.promises import is_true
 
 OK = {Reason.OK}
@@ -32,8 +32,8 @@ DAY = 86_400.0
 RUN_BYTES = 12_000
 
 
-def records(engine: Any) -> list[str]:
-    return [each.path for chunk in engine._requests.listing(ERASED) for each in chunk]
+def records(engine: BucketEngine) -> list[str]:
+    return listed(engine, ERASED)
 
 
 def test_what_is_over_age_goes_and_is_missed(url: str) -> None:
@@ -51,7 +51,8 @@ def test_what_is_over_age_goes_and_is_missed(url: str) -> None:
 
 
 def test_what_was_erased_goes_and_nothing_else(url: str) -> None:
-    """Whoever stored it, and whenever: as when its writer died before it heard of that."""
+    """Whoever stored it, and whenever: as when its writer died before it heard of that. It counts
+    once for the cap."""
     mine, theirs = run_of(1, tenant=TENANT), run_of(2, tenant=OTHER)
     with opened(url) as engine, opened(url) as stale:
         assert store(engine, theirs) == OK
@@ -60,19 +61,12 @@ def test_what_was_erased_goes_and_nothing_else(url: str) -> None:
         assert store(stale, mine, run_of(3)) == OK  # it has not heard
         report = collect(engine, delete=False)
         assert {removal.reason for removal in report.removals} == {"it was erased"}
+        removals = collect(engine, delete=False, capacity_bytes=RUN_BYTES // 2).removals
+        assert len({removal.path for removal in removals}) == len(removals) == 8 + 2
         assert collect(engine).num_removed == 8
         assert engine.refresh(TIMEOUT_S, full=True)
         assert load(engine, theirs) == OK
         assert len(paths(engine)) == 4
-
-
-def test_what_goes_anyhow_counts_once_for_the_cap(url: str) -> None:
-    with opened(url) as engine, opened(url) as stale:
-        assert is_true(engine.erase(Erasure.of(run_of(1).keys)), TIMEOUT_S)
-        assert store(stale, run_of(1)) == OK  # it has not heard
-        assert store(engine, run_of(2)) == OK
-        removals = collect(engine, delete=False, capacity_bytes=RUN_BYTES // 2).removals
-        assert len({removal.path for removal in removals}) == len(removals) == 4 + 2
 
 
 def test_erasures_are_remembered_the_last_for_ever(url: str) -> None:
@@ -174,14 +168,17 @@ def test_a_collector_goes_on_until_it_is_done(
 def test_refused_deletes_of_the_collector_are_told(
     s3_url: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or nobody hears why the bucket outgrows its cap."""
-    monkeypatch.setattr("sglang_tiered.storage.bucket.collect._FIRST_RUN_S", 0.01)
+    """Or nobody hears why the bucket outgrows its cap. And they are tried again."""
+    for name in ("_FIRST_RUN_S", "INTERVAL_S"):
+        monkeypatch.setattr(f"sglang_tiered.storage.bucket.collect.{name}", 0.01)
     proxy.add("POST", "delete", status(403, "AccessDenied"))
     with opened(s3_url, capacity_bytes=RUN_BYTES) as engine:
         assert store(engine, run_of(1), run_of(2)) == OK
         engine.start_collecting()
         eventually(lambda: engine.object_stats().refused["delete"])
         assert engine.stats().health is Health.RUNNING
+        proxy.clear()
+        eventually(lambda: len(paths(engine)) == 4, "it gave up")
 
 
 def test_a_collector_without_rights_stops_no_loads(s3_url: str, proxy: FaultProxy) -> None:
@@ -203,31 +200,6 @@ def pinned(engine: BucketEngine, name: str, run: Run, **options: Any) -> None:
     outcome = engine.pin(name, run.keys, **options)
     assert not isinstance(outcome, PinRefusal), outcome.why
     assert is_true(outcome, TIMEOUT_S)
-
-
-def test_a_failed_collection_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or the bucket would grow beyond its cap from then on."""
-    monkeypatch.setattr("sglang_tiered.storage.bucket.collect.INTERVAL_S", 0.01)
-    requests = Requests(tmp_path.as_uri())
-    collector = Collector(requests)
-    listing, stop, failed = requests.listing, threading.Event(), list[str]()
-
-    def listed(folder: str, **options: Any) -> Any:
-        failed.append(folder)
-        if len(failed) < 3:
-            raise BucketError(Failure.UNAVAILABLE, "list")
-        return listing(folder, **options)
-
-    requests.listing = listed  # type: ignore[method-assign]
-    thread = threading.Thread(target=collector.run_in_background, args=(stop, lambda: NAMESPACE))
-    thread.start()
-    try:
-        eventually(lambda: collector.last is not None, "it gave up")
-    finally:
-        stop.set()
-        thread.join(TIMEOUT_S)
 
 
 def names(engine: BucketEngine) -> set[str]:

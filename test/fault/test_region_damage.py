@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kit.runs import NAMESPACE, Blank, MakeRun
+from kit.runs import blank, make_run
+from kit.stores import flip
+from kit.tiers import open_region
 from kit.waiting import finished
 from sglang_tiered.errors import StoreFormatError
 from sglang_tiered.storage.base import Health, Reason, Run
@@ -19,14 +21,8 @@ from sglang_tiered.storage.region.format import BLOCK_BYTES, RegionHeader, pack_
 REGION = 64 * 1024
 
 
-def open_engine(directory: Path, regions: int = 8) -> RegionEngine:
-    return RegionEngine(
-        directory,
-        namespace=NAMESPACE,
-        capacity_bytes=regions * REGION,
-        region_bytes=REGION,
-        num_threads=2,
-    )
+def open_engine(directory: Path) -> RegionEngine:
+    return open_region(directory, capacity_bytes=8 * REGION, region_bytes=REGION)
 
 
 def region_files(directory: Path) -> list[Path]:
@@ -37,7 +33,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "LOCK"}
 
 
-def loaded(engine: RegionEngine, run: Run, blank: Blank) -> list[bool]:
+def loaded(engine: RegionEngine, run: Run) -> list[bool]:
     """Which pages come back; asserts that those are right."""
     target = blank(run)
     reasons = finished(engine.submit_load(target))
@@ -49,7 +45,7 @@ def loaded(engine: RegionEngine, run: Run, blank: Blank) -> list[bool]:
 
 
 @pytest.fixture
-def runs(make_run: MakeRun) -> list[Run]:
+def runs() -> list[Run]:
     return [make_run(seed, [4096, 3000]) for seed in range(4)]
 
 
@@ -75,17 +71,9 @@ def unsealed(tmp_path: Path, runs: list[Run]) -> Path:
     return tmp_path / "unsealed"
 
 
-def flip(file: Path, position: int) -> None:
-    with file.open("r+b") as stream:
-        stream.seek(position)
-        (byte,) = stream.read(1)
-        stream.seek(position)
-        stream.write(bytes([byte ^ 0x10]))
-
-
-def pages_after(directory: Path, runs: list[Run], blank: Blank) -> list[list[bool]]:
+def pages_after(directory: Path, runs: list[Run]) -> list[list[bool]]:
     engine = open_engine(directory)
-    result = [loaded(engine, run, blank) for run in runs]
+    result = [loaded(engine, run) for run in runs]
     engine.check_integrity()
     engine.close()
     return result
@@ -107,12 +95,12 @@ COSTS = {  # of a bit that flips there: in a region with a footer, and in one wi
 
 @pytest.mark.parametrize("position", COSTS)
 def test_a_flipped_bit_costs_what_it_must(
-    sealed: Path, unsealed: Path, runs: list[Run], blank: Blank, position: int
+    sealed: Path, unsealed: Path, runs: list[Run], position: int
 ) -> None:
     for directory, cost in zip((sealed, unsealed), COSTS[position], strict=True):
         flip(region_files(directory)[0], position)
-        assert pages_after(directory, runs, blank) == cost
-        assert pages_after(directory, runs, blank) == cost, "the second start finds others"
+        assert pages_after(directory, runs) == cost
+        assert pages_after(directory, runs) == cost, "the second start finds others"
         assert bool(region_files(directory)) == (cost != NONE), "useless, and still there"
 
 
@@ -129,9 +117,7 @@ def test_a_start_finds_no_damaged_page(unsealed: Path, runs: list[Run]) -> None:
 
 
 @pytest.mark.parametrize("harm", ["delete", "truncate"])
-def test_files_harmed_while_running(
-    tmp_path: Path, make_run: MakeRun, blank: Blank, harm: str
-) -> None:
+def test_files_harmed_while_running(tmp_path: Path, harm: str) -> None:
     runs, after = [make_run(seed, [12_288] * 3) for seed in range(3)], make_run(50, [4096])
     engine = open_engine(tmp_path / "s")
     for run in runs:
@@ -139,26 +125,11 @@ def test_files_harmed_while_running(
     for file in region_files(tmp_path / "s"):
         os.truncate(file, 0) if harm == "truncate" else file.unlink()
     for run in runs:
-        loaded(engine, run, blank)
+        loaded(engine, run)
     assert finished(engine.submit_store(after)) == [Reason.OK]
     assert engine.stats().health is Health.RUNNING
     engine.close()
-    assert pages_after(tmp_path / "s", [after], blank) == [[True]], "acknowledged, then lost"
-
-
-def test_smaller_cap_removes_the_oldest_at_open(
-    tmp_path: Path, make_run: MakeRun, blank: Blank
-) -> None:
-    runs = [make_run(seed, [12_288] * 3) for seed in range(5)]
-    engine = open_engine(tmp_path / "s")
-    for run in runs:
-        finished(engine.submit_store(run))
-    engine.close()
-    engine = open_engine(tmp_path / "s", regions=2)
-    found = [loaded(engine, run, blank) == [True] * 3 for run in runs]
-    assert found == [False, False, False, True, True]
-    assert len(region_files(tmp_path / "s")) == 2
-    engine.close()
+    assert pages_after(tmp_path / "s", [after]) == [[True]], "acknowledged, then lost"
 
 
 def test_newer_format_is_refused_and_no_byte_changes(
@@ -176,35 +147,26 @@ def test_newer_format_is_refused_and_no_byte_changes(
     assert contents(sealed) == before
 
 
-def test_symlinked_region_is_not_followed(sealed: Path, runs: list[Run], blank: Blank) -> None:
-    file = region_files(sealed)[0]
-    elsewhere = sealed.parent / "elsewhere"
-    file.rename(elsewhere)
-    file.symlink_to(elsewhere)
-    before = elsewhere.read_bytes()
-    assert pages_after(sealed, runs, blank) == NONE
-    assert elsewhere.read_bytes() == before
-
-
-def test_foreign_names_in_the_shard_are_left_alone(
-    sealed: Path, runs: list[Run], blank: Blank
-) -> None:
+def test_what_is_no_file_of_ours_is_left(sealed: Path, runs: list[Run]) -> None:
+    """No FIFO that is named like a region hangs anybody, and no link is followed."""
     names = ("notes.txt", "region-7.kv", "WARM")  # the last one of an earlier commit
     for name in names:
         (sealed / name).write_text(name)
     (sealed / "region-00000000000000ff.kv").mkdir()
-    assert pages_after(sealed, runs, blank) == ALL
-    assert [(sealed / name).read_text() for name in names] == [*names]
-
-
-@pytest.mark.parametrize("name", ["region-0000000000000009.kv", "CHECKPOINT"])
-def test_a_fifo_named_like_a_region_never_hangs(
-    sealed: Path, runs: list[Run], blank: Blank, name: str
-) -> None:
-    (sealed / name).unlink(missing_ok=True)
-    os.mkfifo(sealed / name)
-    writer = os.open(sealed / name, os.O_RDWR)
+    fifos = [sealed / "region-0000000000000009.kv", sealed / "CHECKPOINT"]
+    for each in fifos:
+        os.mkfifo(each)
+    writers = [os.open(each, os.O_RDWR) for each in fifos]
     try:
-        assert pages_after(sealed, runs, blank) == ALL
+        assert pages_after(sealed, runs) == ALL
     finally:
-        os.close(writer)
+        for writer in writers:
+            os.close(writer)
+    assert [(sealed / name).read_text() for name in names] == [*names]
+    assert not fifos[1].exists(), "an earlier program's file takes room for ever"
+    file, elsewhere = sealed / region_format.region_name(0), sealed.parent / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    before = elsewhere.read_bytes()
+    assert pages_after(sealed, runs) == NONE
+    assert elsewhere.read_bytes() == before

@@ -11,7 +11,8 @@ import pytest
 
 from kit.clock import Clock
 from kit.faulty import Fault, FaultyDevice
-from kit.runs import NAMESPACE, Blank, MakeRun, PageData
+from kit.runs import blank, make_run, page_data
+from kit.tiers import open_region
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, Reason, Stop
 from sglang_tiered.storage.promises import is_true
@@ -22,8 +23,8 @@ REGION = 64 * 1024
 
 
 def open_engine(directory: Path, device: FaultyDevice | None = None, **kwargs: Any) -> RegionEngine:
-    options = {"capacity_bytes": 3 * REGION, "region_bytes": REGION, "num_threads": 2} | kwargs
-    return RegionEngine(directory, namespace=NAMESPACE, device=device, **options)
+    options = {"capacity_bytes": 3 * REGION, "region_bytes": REGION} | kwargs
+    return open_region(directory, device=device, **options)
 
 
 def faulty(directory: Path, *faults: Fault, **kwargs: Any) -> FaultyDevice:
@@ -33,11 +34,7 @@ def faulty(directory: Path, *faults: Fault, **kwargs: Any) -> FaultyDevice:
 
 @pytest.mark.parametrize("operation", ["readv", "writev"])
 def test_hanging_io_is_noticed_by_whoever_asks(
-    tmp_path: Path,
-    make_run: MakeRun,
-    blank: Blank,
-    operation: str,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, operation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock, device = Clock(100.0), faulty(tmp_path / "s")
     engine = open_engine(tmp_path / "s", device, clock=clock, io_timeout_s=5.0)
@@ -79,7 +76,7 @@ def test_hanging_io_is_noticed_by_whoever_asks(
 
 
 def test_callers_close_no_file_on_hanging_disks(
-    tmp_path: Path, make_run: MakeRun, blank: Blank, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last close of an unlinked file frees its blocks: the scheduler must not wait for it."""
     closed_by: list[str] = []
@@ -121,9 +118,7 @@ def test_callers_close_no_file_on_hanging_disks(
     engine.close()
 
 
-def test_eviction_under_a_running_load_lets_it_finish(
-    tmp_path: Path, make_run: MakeRun, blank: Blank, page_data: PageData
-) -> None:
+def test_eviction_under_a_running_load_lets_it_finish(tmp_path: Path) -> None:
     device = faulty(tmp_path / "s")
     engine = open_engine(tmp_path / "s", device, capacity_bytes=REGION)
     first = make_run(1, [12_288] * 3)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from simulation.engine import REGION, running
-from simulation.ledger import TIMEOUT_S, Ledger, held, keys
+from simulation.ledger import TIMEOUT_S, Ledger, fill, held, keys
 
 from sglang_tiered.storage.base import Erasure, Health, Reason
 from sglang_tiered.storage.promises import is_true
@@ -30,8 +30,7 @@ def test_a_moved_store_meets_no_other(tmp_path: Path) -> None:
             assert is_true(other.erase(Erasure.of(SECOND)), TIMEOUT_S)
             said = (here / ERASED_NAME).read_bytes()
             assert is_true(moved.erase(Erasure()), TIMEOUT_S)
-            for start in range(1000, 1120, 3):
-                Ledger().store(moved, keys(range(start, start + 3)))
+            fill(moved, 1000, 40)
             assert moved.health is Health.RUNNING
             moved.check_integrity()
             assert (here / ERASED_NAME).read_bytes() == said
@@ -71,14 +70,6 @@ def test_a_lost_lock_ends_in_misses(tmp_path: Path, what: str) -> None:
         assert Ledger().load(again, SECOND) == [Reason.OK] * 6
 
 
-def test_a_purge_alone_notices_a_lost_lock(tmp_path: Path) -> None:
-    with running(tmp_path, None, capacity_bytes=CAPACITY) as engine:
-        Ledger().store(engine, FIRST)
-        (tmp_path / LOCK_NAME).unlink()
-        assert not is_true(engine.erase(Erasure.of(FIRST)), TIMEOUT_S)
-        assert not (tmp_path / ERASED_NAME).exists()
-
-
 def test_reclaim_removes_no_file_of_others(tmp_path: Path) -> None:
     """Something else has been put under the name of a region that goes."""
     home = tmp_path / "store"
@@ -87,8 +78,7 @@ def test_reclaim_removes_no_file_of_others(tmp_path: Path) -> None:
         first = home / region_name(0)
         first.rename(tmp_path / "moved")
         first.write_bytes(b"precious")
-        for start in range(1000, 1120, 3):
-            Ledger().store(engine, keys(range(start, start + 3)))
+        fill(engine, 1000, 40)
         assert not any(engine.contains(FIRST))
         assert first.read_bytes() == b"precious"
         first.unlink()

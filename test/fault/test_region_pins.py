@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from simulation.device import CrashMode, SimulatedDevice
 from simulation.engine import REGION, running
-from simulation.ledger import TIMEOUT_S, Ledger, keys, pin
+from simulation.ledger import TIMEOUT_S, Ledger, fill, keys, pin
 
 from kit.clock import Clock
 from kit.faulty import Fault, FaultyDevice
@@ -28,12 +28,6 @@ NUM_REGIONS = 6
 LIMITS: dict[str, Any] = {"capacity_bytes": NUM_REGIONS * REGION}
 KEPT = keys(range(9))
 CRASHES: tuple[tuple[CrashMode, int], ...] = (("kill", 0), ("drop", 0), ("torn", 1), ("reorder", 2))
-
-
-def fill(engine: RegionEngine, start: int, num_stores: int) -> None:
-    ledger = Ledger()
-    for number in range(start, start + 3 * num_stores, 3):
-        ledger.store(engine, keys(range(number, number + 3)))
 
 
 def workload(engine: RegionEngine, told: list[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from simulation.device import SimulatedDevice
 from simulation.engine import REGION, running
-from simulation.ledger import TIMEOUT_S, Ledger, keys, pin
+from simulation.ledger import TIMEOUT_S, Ledger, fill, keys, pin
 
 from kit.faulty import Fault, FaultyDevice
 from sglang_tiered.errors import StoreError
@@ -115,8 +115,7 @@ def test_an_unreadable_region_is_kept_aside(
         reasons = set(Ledger().load(engine, STORED))
         assert Reason.OK in reasons, where
         assert reasons <= {Reason.OK, Reason.MISS, Reason.IO_ERROR}, where
-        for start in range(2000, 2120, 3):
-            Ledger().store(engine, keys(range(start, start + 3)))
+        fill(engine, 2000, 40)
         assert engine.stats().physical_bytes <= CAPACITY
         assert Reason.OK in Ledger().load(engine, keys(range(2100, 2120))), where
         engine.check_integrity()

@@ -6,7 +6,7 @@ Template for new tiers, and a double. Jobs finish inside ``submit_*``.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -46,14 +46,12 @@ class MemoryEngine(TierEngine):
         self._lock = threading.Lock()
         self._pages: OrderedDict[bytes, _Stored] = OrderedDict()
         self._jobs = JobBook()
-        self._tenant_pages: Counter[bytes] = Counter()
-        self._tenant_bytes: Counter[bytes] = Counter()
         self._num_evicted = self._num_erased = self._bytes_in = self._bytes_out = 0
         self._closed = False
 
     @property
     def _stored_bytes(self) -> int:
-        return self._tenant_bytes.total()
+        return sum(len(each.data) for each in self._pages.values())
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -90,33 +88,24 @@ class MemoryEngine(TierEngine):
             if len(data) > limit:
                 return Reason.OVER_SHARE
             own = [each for each, stored in self._pages.items() if stored.tenant == tenant]
-            while self._tenant_bytes[tenant] + len(data) > limit:
+            while sum(len(self._pages[each].data) for each in own) + len(data) > limit:
                 self._evict(own.pop(0))
         while self._stored_bytes + len(data) > self._capacity_bytes:
             self._evict(next(iter(self._pages)))
         self._pages[key] = _Stored(data, xxhash.xxh3_64_intdigest(key + data), tenant)
-        self._tenant_pages[tenant] += 1
-        self._tenant_bytes[tenant] += len(data)
         self._bytes_in += len(data)
         return Reason.OK
 
     def _evict(self, key: bytes) -> None:
-        self._drop(key)
+        del self._pages[key]
         self._num_evicted += 1
-
-    def _drop(self, key: bytes) -> None:
-        stored = self._pages.pop(key)
-        self._tenant_pages[stored.tenant] -= 1
-        self._tenant_bytes[stored.tenant] -= len(stored.data)
-        if not self._tenant_pages[stored.tenant]:
-            del self._tenant_pages[stored.tenant], self._tenant_bytes[stored.tenant]
 
     def _load(self, key: bytes, page: Page) -> Reason:
         stored = self._pages.get(key)
         if stored is None or len(stored.data) != sum(segment.nbytes for segment in page):
             return Reason.MISS
         if xxhash.xxh3_64_intdigest(key + stored.data) != stored.checksum:
-            self._drop(key)
+            del self._pages[key]
             return Reason.CORRUPT
         self._pages.move_to_end(key)
         position = 0
@@ -142,16 +131,19 @@ class MemoryEngine(TierEngine):
                 bytes_written=self._bytes_in,
                 bytes_loaded=self._bytes_out,
                 num_inflight_jobs=self._jobs.num_inflight,
-                num_tenants=len(self._tenant_pages),
+                num_tenants=len({each.tenant for each in self._pages.values()}),
                 num_pages_erased=self._num_erased,
                 reasons=dict(self._jobs.outcomes),
                 store_durations=self._jobs.store_durations.take(),
             )
 
     def tenants(self, limit: int) -> list[TenantUsage]:
+        sizes: dict[bytes, list[int]] = {}
         with self._lock:
-            largest = self._tenant_bytes.most_common(limit)
-            return [TenantUsage(t, self._tenant_pages[t], size, size) for t, size in largest]
+            for each in self._pages.values():
+                sizes.setdefault(each.tenant, []).append(len(each.data))
+        usage = [TenantUsage(t, len(own), sum(own), sum(own)) for t, own in sizes.items()]
+        return sorted(usage, key=lambda each: -each.physical_bytes)[:limit]
 
     def erase(self, what: Erasure, *, local: Future[bool] | None = None) -> Future[bool]:
         with self._lock:
@@ -161,14 +153,13 @@ class MemoryEngine(TierEngine):
             else:
                 gone = [key for key in what.keys if key in self._pages]
             for key in gone:
-                self._drop(key)
+                del self._pages[key]
             self._num_erased += len(gone)
             return ended(not self._closed)
 
     def set_namespace(self, namespace: bytes, *, keep: bool = True) -> None:
         with self._lock:
-            for key in list(self._pages):
-                self._drop(key)
+            self._pages.clear()
 
     def close(self) -> None:
         self._closed = True
@@ -176,8 +167,4 @@ class MemoryEngine(TierEngine):
 
     def check_integrity(self) -> None:
         with self._lock:
-            tenants: Counter[bytes] = Counter()
-            for stored in self._pages.values():
-                tenants[stored.tenant] += len(stored.data)
-            assert tenants == self._tenant_bytes, f"tenants hold {tenants}"
             assert self._stored_bytes <= self._capacity_bytes

@@ -16,8 +16,6 @@ OTHER_NAMESPACE = b"\x22" * 32
 
 Sizes = Sequence[int | tuple[int, ...]]
 MakeRun = Callable[[int, Sizes], Run]
-Blank = Callable[[Run], Run]
-PageData = Callable[[Run], list[bytes]]
 
 
 def make_run(seed: int, sizes: Sizes) -> Run:

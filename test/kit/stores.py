@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kit.runs import NAMESPACE, OTHER_NAMESPACE, make_run
+from kit.tiers import open_region, store
 from sglang_tiered.storage.base import Run
 from sglang_tiered.storage.encoding import PageEncoding
 from sglang_tiered.storage.region import RegionEngine
@@ -28,16 +29,9 @@ def open_engine(
     encoding: PageEncoding | None = None,
 ) -> RegionEngine:
     """On a shard directory; closed by ``close_engines``, if not before."""
-    engine = RegionEngine(
-        shard,
-        namespace=namespace,
-        capacity_bytes=32 * region_bytes,
-        region_bytes=region_bytes,
-        num_threads=2,
-        encoding=encoding,
-    )
-    _opened.append(engine)
-    return engine
+    sizes = {"capacity_bytes": 32 * region_bytes, "region_bytes": region_bytes}
+    _opened.append(open_region(shard, namespace=namespace, encoding=encoding, **sizes))
+    return _opened[-1]
 
 
 def close_engines() -> None:
@@ -45,15 +39,8 @@ def close_engines() -> None:
         _opened.pop().close()
 
 
-def store(engine: RegionEngine, run: Run) -> None:
-    job = engine.submit_store(run)
-    assert job.wait(20.0), "the store did not finish"
-    assert all(job.ok), job.reasons
-
-
 def keep(engine: RegionEngine, *runs: Run) -> None:
-    for run in runs:
-        store(engine, run)
+    store(engine, *runs)
     engine.close()
 
 
@@ -72,6 +59,14 @@ def flip(file: Path, offset: int) -> None:
         byte = stream.read(1)[0]
         stream.seek(offset)
         stream.write(bytes([byte ^ 0x10]))
+
+
+def damage(shard: Path, data: bytes, place: int = 0) -> None:
+    """Flip a bit of a page that is stored in these bytes, behind the engine's back."""
+    changed = bytearray(data)
+    changed[place] ^= 1
+    for file in shard.glob("*.kv"):
+        file.write_bytes(file.read_bytes().replace(data, changed))
 
 
 def plant_region(shard: Path, version: int) -> None:

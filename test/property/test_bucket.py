@@ -12,39 +12,31 @@ import random
 import shutil
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bucket_engines import open_engine
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from simulation import ledger
+from simulation.ledger import TENANTS, tenant_of
 
 from kit.waiting import TIMEOUT_S, finished
-from sglang_tiered.remote_config import ObjectConfig
-from sglang_tiered.storage.base import NO_TENANT, Erasure, Health, Reason, Run
+from sglang_tiered.storage.base import Erasure, Health, Reason, Run
 from sglang_tiered.storage.bucket import BucketEngine
 from sglang_tiered.storage.bucket.names import Layout, parse_page
 from sglang_tiered.storage.promises import is_true
 
 NAMESPACES = (b"\x11" * 32, b"\x22" * 32)
-TENANTS = (NO_TENANT, b"a" * 16, b"b" * 16)
 KEYS = [random.Random(number).randbytes(32) for number in range(15)]
 SERVED = {Reason.OK, Reason.DUPLICATE}
 
+content = partial(ledger.content, sizes=(1, 100, 4096, 5000))
 engines = st.sampled_from([0, 1])
 chains = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6, unique=True)
 tenants = st.sampled_from(TENANTS)
-
-
-def tenant_of(key: bytes) -> bytes:
-    """Keys of different tenants never coincide."""
-    return TENANTS[key[0] % len(TENANTS)]
-
-
-def content(namespace: bytes, key: bytes) -> bytes:
-    """The one right answer for a key."""
-    source = random.Random(namespace + key)
-    return source.randbytes(source.choice((1, 100, 4096, 5000)))
 
 
 class TwoEngines(RuleBasedStateMachine):
@@ -68,10 +60,9 @@ class TwoEngines(RuleBasedStateMachine):
         self.engines = [self.open(number) for number in (0, 1)]
 
     def open(self, number: int) -> BucketEngine:
-        wanted = ObjectConfig(
-            url=self.directory.as_uri(), staging_bytes=1 << 20, refresh_s=3600.0, num_connections=2
-        )
-        return BucketEngine(wanted, namespace=self.namespaces[number], wall_clock=lambda: self.now)
+        options: dict[str, Any] = {"num_connections": 2, "wall_clock": lambda: self.now}
+        url, namespace = self.directory.as_uri(), self.namespaces[number]
+        return open_engine(url, namespace=namespace, **options)
 
     def teardown(self) -> None:
         for engine in self.engines:

@@ -66,29 +66,26 @@ class World:
             assert reason is not Reason.OK or number in self.stored, "a purged page was served"
             assert reason is not Reason.OK or source == buffer, "other bytes were served"
 
-    def purge(self, number: int) -> None:
-        assert is_true(self.engine.erase(Erasure(tenant=TENANTS[number % 2])), TIMEOUT_S)
+    def purge(self, number: int, *, spread: bool = True) -> None:
+        what = Erasure(tenant=TENANTS[number % 2], spread=spread)
+        assert is_true(self.engine.erase(what), TIMEOUT_S)
         self.stored -= {other for other in self.stored if other % 2 == number % 2}
 
     def told(self, number: int) -> None:
         """Another server purged: it forgot before it told us, and so did the bucket, or soon."""
         self.peers.erase(Erasure(tenant=TENANTS[number % 2]))
-        assert is_true(
-            self.engine.erase(Erasure(tenant=TENANTS[number % 2], spread=False)), TIMEOUT_S
-        )
-        self.stored -= {other for other in self.stored if other % 2 == number % 2}
+        self.purge(number, spread=False)
 
-    def forget(self, number: int) -> None:
-        assert is_true(self.engine.erase(Erasure.of(RUNS[number].keys)), TIMEOUT_S)
+    def forget(self, number: int, *, spread: bool = True) -> None:
+        what = Erasure.of(RUNS[number].keys, spread=spread)
+        assert is_true(self.engine.erase(what), TIMEOUT_S)
         self.stored.discard(number)
 
     def hear(self, number: int) -> None:
         """Another server forgot pages, in the index and the bucket too, and this one is told."""
-        keys = RUNS[number].keys
-        self.peers.erase(Erasure.of(keys))
-        self.bucket.erase(Erasure.of(keys))
-        assert is_true(self.engine.erase(Erasure.of(keys, spread=False)), TIMEOUT_S)
-        self.stored.discard(number)
+        for tier in (self.peers, self.bucket):
+            tier.erase(Erasure.of(RUNS[number].keys))
+        self.forget(number, spread=False)
 
     def sicken(self, number: int) -> None:
         (self.bucket, self.peers)[number % 2].sick = True

@@ -52,7 +52,6 @@ class _File:
     has_durable_size: bool
     unsynced: list[_Write] = field(default_factory=list)
     durable_blocks: set[int] = field(default_factory=set)
-    num_descriptors: int = 0
 
     @classmethod
     def whole(cls, data: bytes) -> _File:
@@ -195,7 +194,6 @@ class SimulatedDevice(FileDevice):
             heir._names = _changed(self._durable_names, changes)
             heir._graveyard = self._graveyard
             for file in {*heir._names.values(), *heir._durable_names.values()}:
-                file.num_descriptors = 0
                 file.settle(source)
             return heir
 
@@ -301,7 +299,7 @@ class SimulatedDevice(FileDevice):
 
     def close(self, fd: int) -> None:
         with self._lock:
-            self._file(fd, "close").num_descriptors -= 1
+            self._file(fd, "close")
             del self._open[fd]
 
     def free_bytes(self) -> int:
@@ -353,7 +351,6 @@ class SimulatedDevice(FileDevice):
         fd = self._next_fd
         self._next_fd += 1
         self._open[fd] = file
-        file.num_descriptors += 1
         return fd
 
     def _named(self, name: str) -> _File:

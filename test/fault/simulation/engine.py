@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from kit.runs import NAMESPACE
+from kit.tiers import open_region
 from sglang_tiered.storage.region import RegionEngine, recovery, view, workers, writer
 from sglang_tiered.storage.region.device import FileDevice
 from sglang_tiered.storage.region.format import BLOCK_BYTES
@@ -17,18 +17,15 @@ from sglang_tiered.storage.region.format import BLOCK_BYTES
 REGION = 64 * 1024
 
 
-def open_engine(directory: Path, device: FileDevice | None, **changes: Any) -> RegionEngine:
-    """Few threads, small regions, room for everything, and no barrier but those of the test."""
-    options: dict[str, Any] = {
-        "namespace": NAMESPACE,
-        "capacity_bytes": 64 * REGION,
-        "region_bytes": REGION,
-        "num_threads": 3,
-        "sync_interval_s": 3600.0,
-        # A test that lets its clock jump over a pause must not make a sick device of a slow thread.
-        "io_timeout_s": 3600.0,
-    }
-    return RegionEngine(directory, device=device, **(options | changes))
+OPTIONS: dict[str, Any] = {
+    "capacity_bytes": 64 * REGION,
+    "region_bytes": REGION,
+    "num_threads": 3,
+    "sync_interval_s": 3600.0,
+    # A test that lets its clock jump over a pause must not make a sick device of a slow thread.
+    "io_timeout_s": 3600.0,
+}
+"""Few threads, small regions, room for everything, and no barrier but those of the test."""
 
 
 @contextlib.contextmanager
@@ -51,7 +48,7 @@ def running(directory: Path, device: FileDevice | None, **changes: Any) -> Itera
     must be gone then."""
     before = set(threading.enumerate())
     with small_steps():
-        engine = open_engine(directory, device, **changes)
+        engine = open_region(directory, device=device, **(OPTIONS | changes))
         try:
             yield engine
         finally:

@@ -36,6 +36,7 @@ from sglang_tiered.storage.region.format import BLOCK_BYTES
 
 TIMEOUT_S = 30.0
 SIZES = (4096, 5000, 8192, 12_288)
+TENANTS = (NO_TENANT, b"a" * 16, b"b" * 16)
 _GUARD = b"\x5c" * 64
 _CANARY = b"\xa5"
 _NEVER_STORED = 1_000_000
@@ -54,10 +55,16 @@ def keys(numbers: Iterable[int]) -> list[bytes]:
     return [key(number) for number in numbers]
 
 
+def tenant_of(key: bytes) -> bytes:
+    """Keys of different tenants never coincide."""
+    return TENANTS[key[0] % len(TENANTS)]
+
+
 @functools.lru_cache(maxsize=4096)
-def content(namespace: bytes, key: bytes) -> bytes:
+def content(namespace: bytes, key: bytes, sizes: Sequence[int] = SIZES) -> bytes:
+    """The one right answer for a key: its length and bytes follow from key and namespace."""
     source = random.Random(namespace + key)
-    data = bytearray(source.randbytes(source.choice(SIZES)))
+    data = bytearray(source.randbytes(source.choice(sizes)))
     if key[1] % 2:  # a codec makes it shorter
         data[1::2] = bytes(len(data) // 2)
     return bytes(data)
@@ -178,6 +185,12 @@ class Ledger:
         assert not lost, f"{len(lost)} pages that are owed were lost: {lost}"
         engine.check_integrity()
         return found
+
+
+def fill(engine: RegionEngine, start: int, num_stores: int) -> None:
+    """Store pages of these numbers, three at a time."""
+    for number in range(start, start + 3 * num_stores, 3):
+        Ledger().store(engine, keys(range(number, number + 3)))
 
 
 def _on_disk(files: Mapping[str, bytes], data: bytes) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 from kit.clock import Clock
 from kit.runs import blank, make_run, make_soft_run, page_data, select, soft_encoding
+from kit.stores import damage
 from kit.tiers import close_whole, load, loads, open_region, store
 from kit.waiting import TIMEOUT_S, eventually, finished
 from sglang_tiered.codecs import CodecError, PageLayout
@@ -78,10 +79,7 @@ def test_damage_of_encoded_bytes_reaches_no_codec(
     stored = b"".join(encoding.encode(run.pages[0]))
     monkeypatch.setattr(encoding._codec, "decode", lambda *_: pytest.fail("it was decoded"))
     store(opens(encoding), run)
-    damaged = bytearray(stored)
-    damaged[place] ^= 1
-    for path in (tmp_path / "store").glob("region-*"):
-        path.write_bytes(path.read_bytes().replace(stored, damaged))
+    damage(tmp_path / "store", stored, place)
     assert load(opens(encoding), run) == [Reason.CORRUPT]
 
 

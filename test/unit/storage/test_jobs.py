@@ -1,5 +1,5 @@
-"""A load over several holders: when it ends, and until when others are asked. Its users test the
-rest."""
+"""What tiers wait for: loads over several holders, futures, which end exactly once and at the
+latest when their tier is closed, and ever longer pauses. Their users test the rest."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 
 from kit.clock import Clock
 from kit.runs import make_run
+from sglang_tiered.storage.backoff import Backoff
 from sglang_tiered.storage.base import Job, JobKind, Reason
 from sglang_tiered.storage.jobs import LoadPart, SplitLoad
+from sglang_tiered.storage.promises import Promises, keep, promise
 
 RUN = make_run(1, [100] * 3)
 OK, MISS = Reason.OK, Reason.MISS
@@ -54,3 +56,34 @@ def test_what_raises_still_ends_the_load() -> None:
     read = lambda part, left_s: 1 // 0  # noqa: E731
     SplitLoad(job, Clock(10.0), None, split.find, read, over.append).begin()
     assert job.done and job.reasons == [Reason.IO_ERROR] * 3 and over == [job]
+
+
+def test_who_waits_cannot_cancel_for_others() -> None:
+    future = promise()
+    assert not future.cancel()
+    keep(future, True)
+    keep(future, False)  # of a thread that comes late
+    assert future.result(0.0) is True
+
+
+def test_closing_ends_what_comes_later() -> None:
+    promises = Promises()
+    promises.close()
+    assert promises.make().result(0.0) is False
+
+
+def test_a_pause_doubles_to_a_minute_then_resets() -> None:
+    """Failures within a pause are one incident."""
+    clock = Clock()
+    backoff, pauses = Backoff(clock), []
+    for _ in range(9):
+        for _ in range(3):
+            backoff.fail()
+        start = clock.now
+        while not backoff.is_over:
+            clock.now += 0.5
+        pauses.append(clock.now - start)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    backoff.succeed()
+    backoff.fail()
+    assert backoff.wait_s == 1.0

@@ -51,34 +51,48 @@ def regions(shard: Path, number: int, nbytes: int) -> None:
         (shard / region_name(sequence)).write_bytes(bytes(nbytes))
 
 
+@pytest.fixture
+def closed(tmp_path: Path) -> BudgetRecords:
+    """A closed store that has 700 of the total, and takes 450; nobody looked since."""
+    one = joined(tmp_path, "a")
+    set_cap(one, 700)
+    regions(tmp_path / "a", 3, 150)
+    one.leave()
+    return one
+
+
 def test_one_is_live_until_it_lets_go(tmp_path: Path) -> None:
     a, b = joined(tmp_path, "a"), joined(tmp_path, "b")
     set_cap(a, 700)
     with pytest.raises(StoreLockedError):
         member(tmp_path, "a").join()
     assert record_of(b, a).is_live and record_of(b, a).cap_bytes == 700
-    regions(tmp_path / "a", 3, 150)
-    a.leave()
-    found = record_of(b, a)
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_removed_file_revives_no_dead(
+    tmp_path: Path, closed: BudgetRecords, is_removed: bool
+) -> None:
+    b = member(tmp_path, "b")
+    if is_removed:
+        (tmp_path / "budget" / f"SERVER-{closed.name}").unlink()
+    found = record_of(b, closed)
     assert (found.is_live, found.cap_bytes) == (False, 450), "what it takes on the disk"
     again = joined(tmp_path, "a")
     assert record_of(b, again).cap_bytes == 450
 
 
-def test_a_store_whose_shard_is_gone_is_forgotten(tmp_path: Path) -> None:
-    a = joined(tmp_path, "a", floor=900)
+def test_terms_of_the_living_count(tmp_path: Path) -> None:
+    """And the floor of a closed one, until its shard is gone."""
+    (tmp_path / "apart").mkdir()
+    a = joined(tmp_path, "apart/a", floor=900)
+    with pytest.raises(ConfigError, match="another total than the 1000 bytes"):
+        member(tmp_path, "c", total=2000).join()
+    a.leave()
     with pytest.raises(ConfigError, match="--tier-nvme-floor 200 does not fit"):
         member(tmp_path, "c", floor=200).join()
-    a.leave()
-    (tmp_path / "a").rmdir()
-    assert joined(tmp_path, "c", floor=200)
-
-
-def test_another_total_is_refused_while_one_lives(tmp_path: Path) -> None:
-    a = joined(tmp_path, "a")
-    with pytest.raises(ConfigError, match="another total than the 1000 bytes"):
-        member(tmp_path, "b", total=2000).join()
-    a.leave()
+    (tmp_path / "apart" / "a").rmdir()
+    joined(tmp_path, "c", floor=200).leave()
     joined(tmp_path, "b", total=2000)
 
 
@@ -144,11 +158,18 @@ def test_what_lies_beside_is_left_alone(tmp_path: Path) -> None:
     assert (place / "notes.txt").read_text() == "mine"
 
 
-def test_a_table_of_another_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "budget").mkdir()
-    (tmp_path / "budget" / "TABLE-2").write_bytes(b"of the future")
+def test_another_version_and_everybodys_directory_are_refused(tmp_path: Path) -> None:
+    place = tmp_path / "budget"
+    place.mkdir()
+    (tmp_path / "a").mkdir()
+    (place / "TABLE-2").write_bytes(b"of the future")
     with pytest.raises(ConfigError, match="TABLE-2, of another version"):
         member(tmp_path, "a").join()
+    (place / "TABLE-2").unlink()
+    place.chmod(0o777)
+    with pytest.raises((ConfigError, StoreError), match="budget"):
+        member(tmp_path, "a").join()
+    assert not list(place.glob("SERVER-*"))
 
 
 def test_a_closed_shard_gives_its_oldest(tmp_path: Path) -> None:
@@ -162,22 +183,6 @@ def test_a_closed_shard_gives_its_oldest(tmp_path: Path) -> None:
     with DirectoryLock(tmp_path):
         assert not trim_closed(tmp_path, 100), "a process has it open"
     assert closed_bytes(tmp_path) == 300
-
-
-@pytest.fixture
-def closed(tmp_path: Path) -> BudgetRecords:
-    """A closed store that has 700 of the total, and takes 450; nobody looked since."""
-    one = joined(tmp_path, "a")
-    set_cap(one, 700)
-    regions(tmp_path / "a", 3, 150)
-    one.leave()
-    return one
-
-
-def test_a_removed_file_revives_no_dead(tmp_path: Path, closed: BudgetRecords) -> None:
-    (tmp_path / "budget" / f"SERVER-{closed.name}").unlink()
-    found = record_of(member(tmp_path, "b"), closed)
-    assert (found.is_live, found.cap_bytes) == (False, 450)
 
 
 def test_what_pins_kept_is_asked_again(tmp_path: Path, closed: BudgetRecords) -> None:
@@ -230,15 +235,6 @@ def test_floors_of_its_own_other_ranks_refuse_nothing(tmp_path: Path) -> None:
     joined(tmp_path, "mine/tp0of2", floor=250)
     with pytest.raises(ConfigError, match="--tier-nvme-floor 501 does not fit"):
         member(tmp_path, "mine/tp1of2", floor=501).join()
-
-
-def test_a_directory_of_everybody_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "budget").mkdir()
-    (tmp_path / "budget").chmod(0o777)
-    (tmp_path / "a").mkdir()
-    with pytest.raises((ConfigError, StoreError), match="budget"):
-        member(tmp_path, "a").join()
-    assert not list((tmp_path / "budget").glob("SERVER-*"))
 
 
 @pytest.mark.parametrize("field", ["name", "floor_bytes", "cap_bytes", "due_bytes", "held_bytes"])

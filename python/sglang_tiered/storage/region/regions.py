@@ -75,9 +75,6 @@ class RegionTable:
     def __len__(self) -> int:
         return len(self._regions)
 
-    def __contains__(self, region: Region) -> bool:
-        return self._regions.get(region.sequence) is region
-
     def at(self, slot: int) -> Region:
         region = self._slots[slot]
         assert region is not None, f"region slot {slot} is not in use"

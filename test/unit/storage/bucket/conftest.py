@@ -6,18 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from bucket_engines import open_engine
 
-from kit.runs import NAMESPACE
-from kit.waiting import drained
-from sglang_tiered.remote_config import ObjectConfig
+from kit.waiting import TIMEOUT_S, drained
 from sglang_tiered.storage.bucket import BucketEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 MakeEngine = Callable[..., BucketEngine]
-
-TIMEOUT_S = 20.0
 
 
 @pytest.fixture
@@ -26,22 +23,10 @@ def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
     unless the test says so."""
     made: list[BucketEngine] = []
 
-    def make(
-        *, namespace: bytes = NAMESPACE, encoding: Any = None, clocks: Any = None, **changes: Any
-    ) -> BucketEngine:
-        settings = ObjectConfig(
-            **{
-                "url": f"memory://{tmp_path}",
-                "staging_bytes": 4 << 20,
-                "refresh_s": 3600.0,
-                "num_connections": 2,
-                "request_timeout_s": TIMEOUT_S,
-                **changes,
-            }
-        )
-        engine = BucketEngine(settings, namespace=namespace, encoding=encoding, **(clocks or {}))
-        made.append(engine)
-        return engine
+    def make(**changes: Any) -> BucketEngine:
+        own = {"url": f"memory://{tmp_path}", "staging_bytes": 4 << 20, "num_connections": 2}
+        made.append(open_engine(**(own | changes)))
+        return made[-1]
 
     yield make
     for engine in made:

@@ -113,24 +113,6 @@ def test_no_read_that_waits_fills_the_callers_pages(
     assert page_data(target) == page_data(blank(run)), "a buffer was touched after its job"
 
 
-@pytest.mark.parametrize("part", ["namespace", "stamp", "tenant", "key"])
-def test_a_page_under_another_name_is_refused(make_engine: Any, tmp_path: Path, part: str) -> None:
-    engine, run = stored(make_engine, tmp_path)
-    file = object_of(tmp_path, run.keys[3])
-    names = ("time", "stamp", "tenant", "key", "length", "checksum")
-    fields = dict(zip(names, file.name.split("-"), strict=True))
-    fields |= {part: {"stamp": "9", "tenant": "77" * 16, "key": "77" * 32}.get(part, "")}
-    namespace = b"\x77" * 32 if part == "namespace" else NAMESPACE
-    folder = tmp_path / "v2" / namespace.hex() / "pages" / file.parent.name
-    folder.mkdir(parents=True, exist_ok=True)
-    file.rename(folder / "-".join(fields[name] for name in names))
-    other = make_engine(url=tmp_path.as_uri(), namespace=namespace)
-    assert other.refresh(TIMEOUT_S)
-    key = bytes.fromhex(fields["key"])
-    assert other.contains([key]) == [True]
-    assert load(other, Run((key,), (run.pages[3],))) == [Reason.CORRUPT]
-
-
 @pytest.mark.parametrize("kind", ["nothing", "link", "pipe", "folder"])
 def test_what_is_no_file_is_a_prompt_miss(make_engine: Any, tmp_path: Path, kind: str) -> None:
     engine, run = stored(make_engine, tmp_path / "bucket")

@@ -25,7 +25,7 @@ A = b"a" * 16
 
 
 def test_a_page_is_one_object_and_nothing_else(make_engine: Any) -> None:
-    engine = make_engine(clocks={"wall_clock": lambda: 1_700_000_000.0})
+    engine = make_engine(wall_clock=lambda: 1_700_000_000.0)
     engine._requests.modified = lambda _: None  # type: ignore[method-assign]
     run = of(A, make_run(1, [4096, 5000]))
     store(engine, run)
@@ -95,7 +95,7 @@ def test_encoded_pages_come_back_as_they_were(make_engine: Any, tmp_path: Path, 
 def test_pages_over_age_are_found_no_more(make_engine: Any) -> None:
     """From the next look on, not from the next full listing."""
     clock = Clock(time.time())
-    engine, run = make_engine(ttl_s=50.0, clocks={"wall_clock": clock}), make_run(1, [100])
+    engine, run = make_engine(ttl_s=50.0, wall_clock=clock), make_run(1, [100])
     assert finished(engine.submit_store(run)) == [Reason.OK]
     assert engine.refresh(TIMEOUT_S)
     for later, is_found in ((30.0, True), (60.0, False)):
@@ -158,7 +158,7 @@ def test_an_internal_error_ends_one_job_alone(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, name: str
 ) -> None:
     clock, run = Clock(100.0), make_run(1, [99])
-    engine = make_engine(num_connections=1, clocks={"clock": clock})
+    engine = make_engine(num_connections=1, clock=clock)
     assert engine.refresh(TIMEOUT_S)  # or its first pass ends the pause
     if name == "is_page":
         store(engine, run)
@@ -180,7 +180,7 @@ def test_an_owner_that_fails_ends_no_discovery(make_engine: Any) -> None:
     """As one whose disk or memory is full for a moment, when it is told what was erased."""
     run, fails = make_run(1, [100]), [MemoryError(), MemoryError()]
     a, clock = make_engine(), Clock(1000.0)
-    b = make_engine(clocks={"clock": clock})
+    b = make_engine(clock=clock)
     assert b.refresh(TIMEOUT_S)
 
     def told(_: object) -> None:
@@ -202,7 +202,7 @@ def test_an_owner_that_fails_ends_no_discovery(make_engine: Any) -> None:
 
 def test_a_first_pass_that_fails_is_paused(make_engine: Any) -> None:
     clock, seen = Clock(1000.0), list[None]()
-    engine = make_engine(clocks={"clock": clock})
+    engine = make_engine(clock=clock)
     assert engine.refresh(TIMEOUT_S)
 
     def fail(*_: object) -> None:
@@ -227,14 +227,6 @@ def test_erasures_are_finished_after_internal_errors(
     fail_once(monkeypatch, engine._requests, "folders", MemoryError())
     assert not is_true(engine.erase(Erasure(tenant=A)), TIMEOUT_S)
     eventually(lambda: not listed(engine, engine._state.layout.pages), "it is not tried again")
-
-
-def test_a_bucket_that_failed_is_asked_again_soon(make_engine: Any) -> None:
-    """And not with the next look for what others did, which is an hour away."""
-    engine = make_engine()
-    assert engine.refresh(TIMEOUT_S)
-    engine._requests.breaker.fault("testing")
-    eventually(lambda: engine.health is Health.RUNNING)
 
 
 def test_an_upload_later_than_closing_ends_nothing_twice(make_engine: Any) -> None:

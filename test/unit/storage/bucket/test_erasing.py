@@ -236,7 +236,7 @@ def test_notes_of_pins_go_with_the_pages(make_engine: Any) -> None:
 def test_no_note_outlives_an_erasure_that_is_true(make_engine: Any, case: str) -> None:
     """Whatever memory says of the pin: a record of another eraser, which died, emptied it there."""
     now = [time.time()]
-    a = make_engine(clocks={"wall_clock": lambda: now[0]})
+    a = make_engine(wall_clock=lambda: now[0])
     until_s = now[0] + 100 if case == "over" else None
     assert is_true(a.pin("p", RUN.keys, A, until_s, b"notes"), TIMEOUT_S)  # type: ignore[arg-type]
     if case == "told before":
@@ -392,7 +392,7 @@ def test_a_waiting_erasure_hides_no_other_pages(
 def test_an_erasure_told_without_record_gets_one(make_engine: Any) -> None:
     """Its server may have no bucket: what it names would never be stored again, nor pinned."""
     clock = Clock(1000.0)
-    a, b, c = (make_engine(clocks={"clock": clock}) for _ in range(3))
+    a, b, c = (make_engine(clock=clock) for _ in range(3))
     store(a, RUN)
     for engine in (a, b):
         assert engine.refresh(TIMEOUT_S)
@@ -419,7 +419,7 @@ def test_who_may_not_write_adopts_no_erasure(
 ) -> None:
     """Or it waits for a record of its own for ever, and finds nothing of that again."""
     clock = Clock(1000.0)
-    a, b = (make_engine(clocks={"clock": clock}) for _ in range(2))
+    a, b = (make_engine(clock=clock) for _ in range(2))
     monkeypatch.setattr(b._requests._place, "write", lambda *_: refuse())
     assert set(finished(b.submit_store(RUN))) <= {Reason.IO_ERROR, Reason.REJECTED}
     assert is_true(b.erase(replace(TOLD, spread=False)), TIMEOUT_S)

@@ -1,15 +1,18 @@
-"""What may be used as a tier directory, by one holder at a time, and what is left alone."""
+"""What may be used as a tier directory, by one holder at a time, and what is left alone; and how
+many files may be open in it."""
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kit.stores import plant_region
+from kit.stores import REGION, plant_region
+from kit.tiers import open_region
 from sglang_tiered.errors import (
     StoreError,
     StoreForeignError,
@@ -56,15 +59,11 @@ def test_inspecting_touches_nothing(tmp_path: Path) -> None:
     assert digest(path) == {}
 
 
-def test_a_start_that_died_leaves_no_file(store: Path) -> None:
+def test_absent_then_ours(store: Path) -> None:
+    """And a start that died leaves no file."""
+    assert inspect(store) is DirectoryState.OURS
     (store / f"{MANIFEST_NAME}.tmp-77").touch()
     (store / "WEIGHTS.tmp-77").touch()
-    assert prepare(store) is DirectoryState.OURS
-    assert [file.name for file in store.iterdir()] == [MANIFEST_NAME]
-
-
-def test_absent_then_ours(store: Path) -> None:
-    assert inspect(store) is DirectoryState.OURS
     assert prepare(store) is DirectoryState.OURS
     assert store.stat().st_mode & 0o777 == 0o700
     assert (store / MANIFEST_NAME).stat().st_mode & 0o777 == 0o600
@@ -207,11 +206,22 @@ def test_a_world_writable_directory_is_refused_untouched(tmp_path: Path, mode: i
     refuse_strangers(tmp_path / "absent")
 
 
-def test_second_holder_is_told_who_has_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [0, errno.ENOSPC, errno.EDQUOT])
+def test_second_holder_is_told_who_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A full disk keeps no lock away, but nobody is named then."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    if code:
+        monkeypatch.setattr(directory_module.os, "pwrite", refuse)
     with DirectoryLock(tmp_path) as lock:
+        assert lock.is_held()
         assert (tmp_path / LOCK_NAME).stat().st_mode & 0o777 == 0o600
-        assert (tmp_path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
-        expected = f"in use by process {os.getpid()}; stop it or pass another --tier-dir"
+        holder = "unknown" if code else os.getpid()
+        expected = f"in use by process {holder}; stop it or pass another --tier-dir"
         with pytest.raises(StoreLockedError, match=expected):
             DirectoryLock(tmp_path)
     lock.release()
@@ -246,13 +256,42 @@ def test_a_lock_that_cannot_be_opened_is_said(tmp_path: Path) -> None:
         DirectoryLock(tmp_path / "absent")
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_keeps_no_lock_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(code, os.strerror(code))
+def limited(patch: pytest.MonkeyPatch, soft: int, hard: int) -> list[tuple[int, int]]:
+    """A process with ten files open: its limits, the last of which count."""
+    limits = [(soft, hard)]
+    patch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    patch.setattr(resource, "setrlimit", lambda kind, now: limits.append(now))
+    patch.setattr(directory_module, "_num_open", lambda: 10)
+    return limits
 
-    monkeypatch.setattr(directory_module.os, "pwrite", refuse)
-    with DirectoryLock(tmp_path) as lock:
-        assert lock.is_held()
+
+def test_a_cap_beyond_the_hard_limit_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited(monkeypatch, 1024, 4096)
+    with pytest.raises(StoreError, match=r"hold 4000 region files.*ulimit -Hn.* 4096.*raise it"):
+        open_region(tmp_path, capacity_bytes=4000 * REGION, region_bytes=REGION)
+    # And its lock is free.
+    open_region(tmp_path, capacity_bytes=3000 * REGION, region_bytes=REGION).close()
+
+
+@pytest.mark.parametrize(
+    ("num_held", "capacity", "soft"),
+    [
+        (0, 500, 1024),  # it rises only to the need
+        (0, 2000, 2000 + 10 + 512),
+        (600, 1000, 600 + 700 + 10 + 512),  # of an earlier run, half the size of those to come
+    ],
+)
+def test_the_soft_limit_rises_to_the_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_held: int, capacity: int, soft: int
+) -> None:
+    limits = limited(monkeypatch, 1024, 4096)
+    for sequence in range(num_held):
+        with open(tmp_path / region_name(sequence), "wb") as file:
+            file.truncate(REGION // 2)
+    directory_module.allow_regions(tmp_path, capacity * REGION, REGION)
+    assert limits[-1] == (soft, 4096)
+    limited(monkeypatch, resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    directory_module.allow_regions(tmp_path, 1 << 40, REGION)
+    assert directory_module.max_regions() > 1 << 30, "no limit is one"

@@ -135,12 +135,3 @@ def test_only_three_failed_reads_in_a_row_pause(tmp_path: Path) -> None:
     assert disk.health() == (Health.MISS_ONLY, "reads fail: Input/output error")
     clock.now += 1.0
     assert disk.is_running
-
-
-def test_watch_forgets_io_that_failed(tmp_path: Path) -> None:
-    clock = Clock(50.0)
-    disk = open_disk(tmp_path, clock)
-    with pytest.raises(OSError, match="no"), disk.watch():
-        raise OSError("no")
-    clock.now += 100.0
-    assert disk.is_running

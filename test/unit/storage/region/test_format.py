@@ -31,19 +31,6 @@ def extent_of(offset: int, namespace: bytes, lengths: tuple[int, ...]) -> Extent
     return Extent(offset, namespace, form.page_table((b"k" * 32, length, 0) for length in lengths))
 
 
-def test_contents_place_pages_as_their_extents_do() -> None:
-    extents = [
-        extent_of(4096, b"n" * 32, (1, 4097)),
-        extent_of(65_536, b"m" * 32, (12_288,)),
-        extent_of(131_072, b"n" * 32, (4096,) * 92),  # a header of two blocks
-    ]
-    contents = Contents.of(extents)
-    expected = [offset for extent in extents for offset in extent.page_offsets().tolist()]
-    assert contents.page_offsets().tolist() == expected
-    assert contents.payload_bytes().tolist() == [extent.payload_bytes for extent in extents]
-    assert contents.of_namespace(b"m" * 32).tolist() == [False, True, False]
-
-
 NAMES = "region-1.kv region-000000000000000G.kv region-000000000000000A.kv"
 OTHERS = "region-0000000000000000.kv.bak xregion-0000000000000000.kv region-ffffffffffffffff.kv"
 

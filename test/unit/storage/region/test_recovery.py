@@ -13,6 +13,7 @@ from kit.runs import NAMESPACE, make_run
 from kit.tiers import open_disk, open_region, store
 from sglang_tiered.errors import StoreError
 from sglang_tiered.storage.region.device import FileDevice
+from sglang_tiered.storage.region.format import region_name
 from sglang_tiered.storage.region.recovery import Recovery, RecoveryReport
 
 REGION = 64 * 1024
@@ -22,20 +23,17 @@ CAPACITY = 8 * REGION
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """Three sealed regions of three pages each."""
-    with_pages = tmp_path / "store"
-    fill(with_pages, 3)
-    return with_pages
-
-
-def fill(directory: Path, num_regions: int) -> None:
-    engine = open_region(directory, capacity_bytes=CAPACITY, region_bytes=REGION)
-    store(engine, *(make_run(seed, [12_288] * 3) for seed in range(num_regions)))
+    engine = open_region(tmp_path / "store", capacity_bytes=CAPACITY, region_bytes=REGION)
+    store(engine, *(make_run(seed, [12_288] * 3) for seed in range(3)))
     engine.close()
+    return tmp_path / "store"
 
 
-def run_recovery(directory: Path, namespace: bytes = NAMESPACE) -> RecoveryReport:
+def run_recovery(
+    directory: Path, namespace: bytes = NAMESPACE, capacity: int = CAPACITY
+) -> RecoveryReport:
     disk = open_disk(directory, namespace=namespace)
-    recovery = Recovery(disk, CAPACITY, REGION)
+    recovery = Recovery(disk, capacity, REGION)
     recovery.run()
     regions = disk.state.regions
     disk.state.index.check_integrity({region.slot: region.nbytes for region in regions})
@@ -43,12 +41,6 @@ def run_recovery(directory: Path, namespace: bytes = NAMESPACE) -> RecoveryRepor
     for region in regions:
         disk.device.close(region.fd)
     return recovery.report
-
-
-def test_a_start_removes_an_earlier_checkpoint(directory: Path) -> None:
-    (directory / "CHECKPOINT").write_bytes(b"of an earlier program")
-    assert run_recovery(directory).num_pages == 9
-    assert not (directory / "CHECKPOINT").exists()
 
 
 def test_a_report_counts_what_was_found(directory: Path) -> None:
@@ -66,6 +58,10 @@ def test_a_report_counts_what_was_found(directory: Path) -> None:
     (directory / "region-0000000000000011.kv").write_bytes(b"x" * REGION)
     assert run_recovery(directory) == replace(sealed, num_damaged=2, next_sequence=18)
     assert len(list(directory.glob("*.kv"))) == 3
+    smaller = replace(sealed, num_regions=2, num_pages=6, num_over_cap=1)
+    assert run_recovery(directory, capacity=2 * REGION) == smaller
+    left = sorted(file.name for file in directory.glob("*.kv"))
+    assert left == [region_name(1), region_name(2)], "the oldest goes"
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.ENOMEM])

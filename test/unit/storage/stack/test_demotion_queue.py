@@ -48,27 +48,19 @@ def test_a_chain_is_queued_once_at_its_longest() -> None:
 
 
 def test_what_does_not_fit_is_refused_and_noted() -> None:
+    """But what was interrupted has the room that it had, and is the next."""
     queue = make_queue(max_keys=6)
+    queue.add(keys(20, 2), TENANT)
+    paused = queue.take()
+    assert paused is not None and queue.failed(paused.keys, paused)
     assert queue.add(keys(0, 4), TENANT)
     assert not queue.add(keys(10, 4), TENANT)
-    assert queue.overflowed
-    assert queue.num_free == 2
-    assert taken(queue) == [keys(0, 4)]
-
-
-def test_a_failed_chain_without_room_is_noted() -> None:
-    queue = make_queue(max_keys=4)
-    queue.add(keys(0, 4), TENANT)
+    assert queue.overflowed and queue.num_free == 0
     chain = queue.take()
     assert chain is not None and queue.add(keys(10, 4), TENANT)
+    queue.overflowed = False
     assert not queue.failed(chain.keys, chain) and queue.overflowed, "no walk looks for it"
-
-
-def test_an_interrupted_chain_is_next_without_room() -> None:
-    queue = make_queue(max_keys=4)
-    queue.add(keys(0, 4), TENANT)
-    chain = queue.take()
-    assert chain is not None and queue.add(keys(10, 4), TENANT)
+    queue.overflowed = False
     queue.interrupted(chain.keys[1:], chain)
     assert not queue.overflowed and queue.num_free == 0
     assert taken(queue) == [keys(1, 3), keys(10, 4)]

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from bucket_engines import open_engine
 
 from kit.faulty import fail_once
+from kit.request_hooks import listed
 from kit.runs import OTHER_NAMESPACE, blank, make_run, of, page_data, select
-from kit.tiers import load, loads, store
+from kit.stores import damage
+from kit.tiers import load, loads, open_region, store
 from kit.waiting import TIMEOUT_S, drained, eventually, finished
 from sglang_tiered.storage.base import Erasure, Health, JobKind, Reason, Tier
 from sglang_tiered.storage.promises import is_true
@@ -39,11 +42,6 @@ def test_a_page_the_disk_lost_comes_from_below(still: TierStack, tiers: Any) -> 
     assert still.stack_stats().num_recovered == 1
     tiers.until(num_promoted=1)
     assert still.nvme.view.contains(run.keys) == [True, True, True, False]
-
-
-def damage(directory: Path, data: bytes) -> None:
-    for file in directory.glob("*.kv"):
-        file.write_bytes(file.read_bytes().replace(data, bytes([data[0] ^ 1]) + data[1:]))
 
 
 @pytest.mark.parametrize(
@@ -340,8 +338,12 @@ def test_staging_is_bounded_and_awaited_without_a_lock(
 
 
 def test_flush_goes_first_and_says_what_is_durable(still: TierStack, tiers: Any) -> None:
+    """And it outlasts a pause of NVMe."""
     run, other = of(TENANT, make_run(1, PAGES)), make_run(2, PAGES)
     store(still, select(run, [0, 1, 2]), other)
+    assert isinstance(still.nvme, RegionEngine)
+    still.nvme._disk.fault("a test")  # for a second
+    assert still.nvme.health is not Health.RUNNING
     assert still.flush_to_bucket(run.keys, TIMEOUT_S) == [True, True, True, False]
     assert tiers.bucket.contains(other.keys) == [False] * 4
 
@@ -355,15 +357,6 @@ def test_flush_to_an_unreachable_tier_ends_in_time(engine: TierStack, tiers: Any
     assert time.monotonic() - begun < 5
     threading.Timer(0.1, lambda: setattr(tiers.bucket, "sick", False)).start()
     assert engine.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
-
-
-def test_flush_outlasts_a_pause_of_nvme(still: TierStack) -> None:
-    run = make_run(1, PAGES)
-    store(still, run)
-    assert isinstance(still.nvme, RegionEngine)
-    still.nvme._disk.fault("a test")  # for a second
-    assert still.nvme.health is not Health.RUNNING
-    assert still.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
 
 
 def test_flush_ends_in_time_while_nvme_hangs(
@@ -398,3 +391,20 @@ def test_nvme_is_closed_whatever_its_bucket_does(
         with pytest.raises(ZeroDivisionError):
             engine.close()
     assert tiers.open().lookup(run.keys).num_hits == 4
+
+
+def test_what_was_collected_is_not_durable(tmp_path: Path) -> None:
+    """By a server of a smaller cap, or by hand: nobody lists what is gone for ten minutes."""
+    bucket = open_engine((tmp_path / "shared").as_uri())
+    stack, run = TierStack(open_region(tmp_path / "own"), [bucket]), make_run(1, [8192] * 4)
+    store(stack, of(TENANT, run))
+    assert stack.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+    for _ in range(2):
+        paths = listed(bucket, bucket._state.layout.pages)
+        assert len(paths) == 4, "what NVMe holds goes up again"
+        bucket._requests.delete(paths)
+        assert stack.flush_to_bucket(run.keys, TIMEOUT_S) == [True] * 4
+    bucket._requests.delete(listed(bucket, bucket._state.layout.pages))
+    assert is_true(stack.nvme.erase(Erasure(tenant=TENANT)), TIMEOUT_S)
+    assert stack.flush_to_bucket(run.keys, TIMEOUT_S) == [False] * 4
+    stack.close()

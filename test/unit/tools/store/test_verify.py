@@ -14,7 +14,8 @@ import pytest
 
 from kit.commands import Cli
 from kit.runs import make_run
-from kit.stores import REGION, SIZES, flip, open_engine, store
+from kit.stores import REGION, SIZES, flip, open_engine
+from kit.tiers import store
 from sglang_tiered.storage.base import Erasure, PinRefusal
 from sglang_tiered.storage.region.device import FileReader
 from sglang_tiered.storage.region.format import (
