@@ -18,19 +18,19 @@ PRODUCT = ROOT / "python" / "sglang_tiered"
 MAX_WORDS = 30
 SMALL_LINES = 60
 HELD = {
-    "product lines": 56_020,
-    "product files": 226,
+    "product lines": 56_000,
+    "product files": 224,
     "product classes": 510,
     "class names defined more than once": 6,
-    "product modules with one importer": 49,
-    f"product files under {SMALL_LINES} lines": 31,
+    "product modules with one importer": 48,
+    f"product files under {SMALL_LINES} lines": 30,
     f"docstring sentences over {MAX_WORDS} words": 0,
     "lines of the longest file": 600,
     "product files of the largest folder": 20,
     "laboratory lines": 10_590,
     "kernel lines": 2_880,
     "benchmark lines": 18_220,
-    "test lines": 58_920,
+    "test lines": 57_500,
     "Markdown bytes": 230_490,
 }
 
