@@ -27,13 +27,17 @@ import pytest
 
 _VARIABLE = "TRITON_INTERPRET"
 START_S = 60.0
-CALL_S = 60.0
 
 
-def interpreted(function: Callable[..., None]) -> Callable[..., Any]:
-    """Decorate a test whose parameters can be pickled; they may not be fixtures with state."""
+def interpreted(
+    function: Callable[..., None] | None = None, *, timeout_s: float = 60
+) -> Callable[..., Any]:
+    """Decorate a test whose parameters can be pickled; they may not be fixtures with state.
+    ``timeout_s`` is the deadline of one call, the child's start not counted."""
+    if function is None:
+        return functools.partial(interpreted, timeout_s=timeout_s)
     if os.environ.get(_VARIABLE) == "1":
-        return pytest.mark.timeout(CALL_S)(function)
+        return pytest.mark.timeout(timeout_s)(function)
     path = inspect.getsourcefile(function)
     assert path is not None
 
@@ -42,7 +46,7 @@ def interpreted(function: Callable[..., None]) -> Callable[..., Any]:
         __tracebackhide__ = True
         child = _child()
         try:
-            failure = child.submit(_call, path, function.__name__, parameters).result(CALL_S)
+            failure = child.submit(_call, path, function.__name__, parameters).result(timeout_s)
         except (TimeoutError, BrokenProcessPool) as error:
             _child.cache_clear()
             for process in list((child._processes or {}).values()):

@@ -13,8 +13,7 @@ from host_pools import Pool, hashes, make_pool, slots
 from page_calls import load_pages, queue_store, store_pages
 from peer_servers import know_each_other
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-from slow_weights import Weights
-from storages import Storages
+from storages import Storages, Weights
 
 from kit.waiting import eventually
 from server_process import free_port
