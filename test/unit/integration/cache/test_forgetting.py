@@ -293,9 +293,10 @@ def test_page_hidden_twice_needs_a_later_request() -> None:
     pages.hide(["a"])
     seen = pages.version
     pages.hide(["a"])
-    assert pages.computed(["a"], seen, is_behind=False) == (False, True)
-    assert "a" in pages
-    assert pages.computed(["a", "b"], pages.version, is_behind=False) == (True, False)
+    assert pages.computed(["a", "b"], seen, is_behind=False) == (False, True)
+    assert pages.computed(["c"], seen, is_behind=True) == (False, True)
+    assert "a" in pages and "b" in pages and "c" in pages, "found behind a page from before"
+    assert pages.computed(["a", "b", "c"], pages.version, is_behind=False) == (True, False)
     assert not pages
 
 
