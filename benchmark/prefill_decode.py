@@ -138,16 +138,13 @@ class PrefillDecode:
             server.kill()
 
 
-def post(
-    server: Server, body: Any, path: str = "/generate", timeout_s: float = REQUEST_DEADLINE_S
-) -> Reply:
-    """One request, without a body a GET. A connection that breaks is status 0. What is no JSON is
-    the body as it is, or the message of an answer of ``/generate``."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
+def post(server: Server, body: Any) -> Reply:
+    """One request of ``/generate``. A connection that breaks is status 0."""
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}/generate", data, headers)
     started = time.monotonic()
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        with urllib.request.urlopen(request, timeout=REQUEST_DEADLINE_S) as response:
             status, text = response.status, response.read()
     except urllib.error.HTTPError as error:
         status, text = error.code, error.read()
@@ -157,8 +154,7 @@ def post(
     try:
         answer = json.loads(text)
     except ValueError:
-        answer = text.decode(errors="replace")
-        answer = {"message": answer} if path == "/generate" else answer
+        answer = {"message": text.decode(errors="replace")}
     return Reply(status, answer, took)
 
 

@@ -190,7 +190,9 @@ def test_a_forged_slab_fails_its_room_unwritten(
     name: str, receiver: Decode, stranger: StrangePrefill
 ) -> None:
     opened = stranger.opened_by(receiver, [7])
-    stranger.slab(opened, page(stranger), **SLAB_LIES[name])
+    is_named = SLAB_LIES[name].get("form") == messages.NAMED
+    payload = messages.WHERE.pack(0, 0) + bytes(4) if is_named else page(stranger)
+    stranger.slab(opened, payload, **SLAB_LIES[name])
     assert "could not write" not in receiver.events.wait_for("failed", 1)[2], "it was tried"
     assert stranger.hear((messages.Abort, messages.Bye)).reason
     assert not receiver.pool.kv.any()

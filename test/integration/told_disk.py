@@ -64,7 +64,6 @@ class Disk(TieredStorage):
             assert host_indices[0] == int(hashes[0]) * PAGE
 
     def begin(self, pool: PoolName, hashes: Sequence[str]) -> Job | None:
-        self.asked.append(tuple(hashes) if pool == PoolName.KV else (pool.value, *hashes))
         job = None
         if hashes:
             keys = tuple(f"{pool.value} {text}".encode().ljust(32) for text in hashes)
@@ -72,6 +71,7 @@ class Disk(TieredStorage):
             job = Job(self.kind, Run(keys, pages))
             self.jobs.append(job)
             self._to_finish.append(job)
+        self.asked.append(tuple(hashes) if pool == PoolName.KV else (pool.value, *hashes))
         if self.is_open:
             self.finish()
         return job

@@ -80,8 +80,10 @@ def test_arrival_costs_no_more_beside_many_priorities() -> None:
     assert len({place.order for place in places}) == 5000, "their turns are by their own"
     first, last = min(places, key=lambda each: each.order), max(places, key=lambda each: each.order)
     assert queue.seconds(first, is_busy=False) <= queue.seconds(last, is_busy=False)
-    for place in places:
+    for place in places[1:]:
         queue.leaves(place)
+    assert list(queue._ranks) == [places[0].equals.rank], "of those that nobody has any more"
+    queue.leaves(places[0])
     assert not queue._ranks and len(queue) == 0
 
 

@@ -172,6 +172,7 @@ def test_plan_never_attends_more_tokens_than_planned() -> None:
         ("forward_mode", ForwardMode.DLLM_EXTEND),
         ("forward_mode", ForwardMode.SPLIT_PREFILL),
         ("extend_prefix_lens_cpu", None),  # lengths on the device are not awaited
+        ("extend_seq_lens_cpu", None),
     ],
 )
 def test_batch_with_its_own_mask_is_not_taken(field: str, value: Any) -> None:

@@ -99,9 +99,10 @@ def test_weights_not_read_from_files_are_unique(
     empty = tmp_path / "empty"
     write(empty / "config.json", b"{}")
     write(empty / "empty.safetensors", b"")
-    none, own = "no file of them is found", "--load-format new does not read them"
+    none, own = "no file of them is found", "--load-format {} does not read them"
     for where, load_format, why in (
-        (empty, "auto", none), ("no/such-model", "auto", none), (model, "new", own),
+        (empty, "auto", none), ("no/such-model", "auto", none),
+        *((model, each, own.format(each)) for each in ("new", "remote", "private")),
     ):  # fmt: skip
         caplog.clear()
         names = {digest(where, load_format) for _ in range(2)}

@@ -131,6 +131,7 @@ def test_purge_before_weights_are_read_reaches_peers_later(
     store(a, keys, slots(0))
     weights.take_long()
     b = open_side("b", None)
+    assert not b.storage.knows_namespace
     purge = b.storage.erase(Erasure(tenant=TENANT))
     assert not purge.done()
     assert a.storage.num_kept(keys) == 1
@@ -145,6 +146,7 @@ def test_purge_of_weights_replaced_unread_is_not_done(
     """The name under which others keep their pages will never be known here."""
     weights.take_long()
     b = open_side("b", None)
+    assert not b.storage.knows_namespace
     purge = b.storage.erase(Erasure(tenant=None))
     b.storage.change_weights(tree_is_empty=True)
     assert purge.result(TIMEOUT_S) is False

@@ -25,6 +25,10 @@ def test_sizes_are_what_the_grammar_says() -> None:
         region_bytes = form.min_region_bytes(page_bytes)
         assert region_bytes % BLOCK_BYTES == 0
         assert page_bytes <= form.max_page_bytes(region_bytes) < page_bytes + BLOCK_BYTES
+    extents = [extent_of(BLOCK_BYTES, b"n" * 32, (1, 4097))]
+    extents.append(extent_of(1 << 16, b"m" * 32, (1,) * 91))  # a header of two blocks
+    placed = [offset for extent in extents for offset in extent.page_offsets().tolist()]
+    assert Contents.of(extents).page_offsets().tolist() == placed
 
 
 def extent_of(offset: int, namespace: bytes, lengths: tuple[int, ...]) -> Extent:

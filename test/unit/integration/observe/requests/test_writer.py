@@ -142,3 +142,7 @@ def test_name_that_became_a_pipe_hangs_nothing(path: Path, monkeypatch: pytest.M
     writer.put(ended("r"))
     writer.close()
     assert not writer._thread.is_alive()
+    writer = LineWriter(path, max_bytes=LARGE)  # which cannot open it
+    writer.put(ended("s"))
+    writer.close()
+    assert writer.num_dropped == 1
